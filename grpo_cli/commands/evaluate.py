@@ -19,7 +19,7 @@ from grpo_cli.checkpoints.lookup import find_model
 from grpo_cli.config import parsing
 from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Adapter, Eval, Recipe
+from grpo_cli.config.schema import Eval, Recipe
 from grpo_cli.config.sources import file_format
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse, split
@@ -167,7 +167,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
 
     def task(cfg: DictConfig) -> None:
         # The stored recipe's model is where training began; the checkpoint is evaluated.
-        cfg.model.build, cfg.model.path, cfg.adapter = None, path, Adapter()
+        cfg.model.path = path
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
         if obeys_foreign:

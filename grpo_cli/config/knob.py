@@ -39,6 +39,7 @@ def knob(
     *,
     read_if: tuple[Any, ...] = (),
     schedulable: bool = False,
+    training: bool = False,
     **limits: Any,
 ) -> Any:
     """Returns a dataclass field with help sentence and range: >= ge, > gt, <= le, < lt, choices.
@@ -48,9 +49,11 @@ def knob(
             list must contain one) or, without values, if it is set. Setting an unread knob is an
             error.
         schedulable: the knob may be scheduled, since nothing is built from its first value.
+        training: only training reads the knob; an evaluation refuses it.
         limits: as in `Arg`.
     """
-    metadata = {**vars(Arg(doc, **limits)), "read_if": read_if, "schedulable": schedulable}
+    flags = {"read_if": read_if, "schedulable": schedulable, "training": training}
+    metadata = {**vars(Arg(doc, **limits)), **flags}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -72,9 +75,9 @@ def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:
     return apply
 
 
-def section(kind: type, doc: str) -> Any:
-    """Returns a dataclass field that holds a group of knobs."""
-    return field(default_factory=kind, metadata={"doc": doc})
+def section(kind: type, *, training: bool = False) -> Any:
+    """Returns a dataclass field that holds a group of knobs, described by the class's docstring."""
+    return field(default_factory=kind, metadata={"doc": kind.__doc__, "training": training})
 
 
 def allowed(meta: Mapping[str, Any]) -> str:

@@ -56,12 +56,15 @@ class Model:
         None, "Branch, tag or commit of the model on the hub.", read_if=("model.path",)
     )
     build: Build | None = knob(
-        None, "Settings of a small model that is built instead of loading model.path."
+        None,
+        "Settings of a small model that is built instead of loading model.path.",
+        training=True,
     )
     freeze: list[str] = knob(
         [],
         "Parts of the model that are not trained, by their names in it, such as [visual] or "
         "[vision_tower, embed_tokens]. Every weight whose name has such a part stays as it is.",
+        training=True,
     )
     dtype: str = knob(
         "float32",
@@ -117,12 +120,13 @@ class Model:
         read_if=("dataset.chat",),
     )
     gradient_checkpointing: bool = knob(
-        False, "Recompute activations in the backward pass to save memory."
+        False, "Recompute activations in the backward pass to save memory.", training=True
     )
     compile: bool = knob(
         False,
         "Compile the decoder layers of the update with torch.compile; the embedded engine decodes "
         "with uncompiled layers.",
+        training=True,
     )
     dropout: float | None = knob(
         0.0, "Dropout rate of every dropout layer; null keeps the model's own rates.", ge=0, le=1
@@ -253,9 +257,13 @@ class Dataset:
         None,
         "Template of a worked solution, used only for the warm-up of a built model. If it names a "
         "column that holds messages, they are an episode whose assistant's turns are trained.",
+        training=True,
     )
     max_prompt_tokens: int = knob(
-        512, "Length limit of a training prompt, in tokens; longer ones are dropped.", ge=1
+        512,
+        "Length limit of a training prompt, in tokens; longer ones are dropped.",
+        ge=1,
+        training=True,
     )
     max_pixels: int | None = knob(
         1_048_576,
@@ -270,12 +278,13 @@ class Dataset:
         choices=("stop", "drop"),
     )
     shuffle: bool = knob(
-        True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only."
+        True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only.", training=True
     )
     streaming: bool = knob(
         False,
         "Read the training rows while training, instead of all at the start; for data that does "
         "not fit into memory.",
+        training=True,
     )
     train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
     eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
@@ -453,12 +462,14 @@ class _VllmServers:
         "Steps whose completions are sampled in advance, while the policy is updated; also "
         "the largest staleness in steps.",
         ge=0,
+        training=True,
     )
     in_flight: bool = knob(
         False,
         "Send new weights to servers in the middle of completions, whose later tokens then "
         "come from the newer policy; false: wait for running completions.",
         read_if=("generation.vllm.prefetch_steps",),
+        training=True,
     )
 
 
@@ -676,13 +687,15 @@ class Generation:
         "Stop when the mean over tokens of |trainer's − sampler's log-probability| exceeds "
         "this in a step; null: never.",
         gt=0,
+        training=True,
     )
-    vllm: Vllm = section(Vllm, Vllm.__doc__ or "")
-    tools: Tools = section(Tools, Tools.__doc__ or "")
+    vllm: Vllm = section(Vllm)
+    tools: Tools = section(Tools)
     dynamic_sampling: bool = knob(
         False,
         "Drop groups whose rewards are all equal, and sample more prompts until the step is full; "
         "after ten rounds the step trains on the groups that it has.",
+        training=True,
     )
 
     @property
@@ -952,9 +965,11 @@ class Update:
 class Eval:
     """Held-out evaluation, during training and by `grpo eval`."""
 
-    every: int = knob(0, "Evaluate every N steps; 0: never during training.", ge=0)
+    every: int = knob(0, "Evaluate every N steps; 0: never during training.", ge=0, training=True)
     at_start: bool = knob(
-        True, "Evaluate before the first step; after the last step a run always evaluates."
+        True,
+        "Evaluate before the first step; after the last step a run always evaluates.",
+        training=True,
     )
     accuracy: str | None = knob(
         None, "Reward function whose value 1 counts as correct; null: the recipe's first reward."
@@ -1006,6 +1021,7 @@ class Eval:
         "accuracy",
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
         "names it, such as gsm8k/maj@8.",
+        training=True,
     )
 
     @property
@@ -1037,6 +1053,7 @@ class Distributed:
         "Tensors that are kept in host memory. all: weights, gradients and optimizer state, by "
         "FSDP2's CPU offload (distributed=fsdp2).",
         choices=("none", "all"),
+        training=True,
     )
     stall_minutes: float = knob(
         30.0,
@@ -1174,33 +1191,41 @@ class Recipe:
     output_dir: str = knob("outputs/${recipe}", "Folder that the run writes to.")
     overwrite: bool = knob(False, "Discard an earlier run in output_dir.")
     resume: str | None = knob(
-        None, "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any."
+        None,
+        "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any.",
+        training=True,
     )
     resume_changed: bool = knob(
         False,
         "Resume although data or tokenizer have other contents than the checkpoint was trained "
         "with.",
         read_if=("resume",),
+        training=True,
     )
     seed: int = knob(0, "Seed of all random numbers.", ge=0, lt=2**32)
     steps: int = knob(
         100,
         "Number of training steps; each samples one batch of completions and trains on it.",
         ge=1,
+        training=True,
     )
     epochs: float | None = knob(
         None,
         "Passes over the training prompts that decide the number of steps, in place of `steps`; "
         "null: `steps` does.",
         gt=0,
+        training=True,
     )
-    prompts_per_step: int = knob(32, "Prompts in one step, over all processes.", ge=1)
+    prompts_per_step: int = knob(
+        32, "Prompts in one step, over all processes.", ge=1, training=True
+    )
     probe: str = knob(
         "false",
         "Probe the untrained policy before the first step, as `grpo probe` does with 256 "
         "completions: print whether the run can learn and what to change, and write probe.json. "
         "stop: end the run (exit code 3) if it cannot learn as it stands.",
         choices=("false", "true", "stop"),
+        training=True,
     )
     device: str = knob(
         "auto",
@@ -1214,46 +1239,48 @@ class Recipe:
         "gradients overflow.",
         choices=("no", "bf16", "fp16"),
     )
-    model: Model = section(Model, Model.__doc__ or "")
-    adapter: Adapter = section(Adapter, Adapter.__doc__ or "")
-    dataset: Dataset = section(Dataset, Dataset.__doc__ or "")
+    model: Model = section(Model)
+    adapter: Adapter = section(Adapter, training=True)
+    dataset: Dataset = section(Dataset)
     reward: dict[str, Any] = knob({}, "Rewards by name; each has function, weight and args.")
     benchmark: dict[str, Any] = knob(
         {},
         "Benchmarks by name, such as benchmark=gsm8k,math; they replace dataset.eval in "
         "evaluation.",
     )
-    scoring: Scoring = section(Scoring, Scoring.__doc__ or "")
-    generation: Generation = section(Generation, Generation.__doc__ or "")
+    scoring: Scoring = section(Scoring)
+    generation: Generation = section(Generation)
     tools: dict[str, str] = knob(
         {},
         "Tools that the model may call, by name: typed functions with docstrings, as "
         "my_module:my_function.",
     )
-    environment: EnvironmentSettings = section(
-        EnvironmentSettings, EnvironmentSettings.__doc__ or ""
-    )
-    episode: EpisodeSettings = section(EpisodeSettings, EpisodeSettings.__doc__ or "")
+    environment: EnvironmentSettings = section(EnvironmentSettings)
+    episode: EpisodeSettings = section(EpisodeSettings)
     rollout: str | None = knob(
         None,
         "Function that makes the rollouts, as my_module:my_function; null: the model and its "
         "tools or environment take turns.",
     )
-    loss: Loss = section(Loss, Loss.__doc__ or "")
-    advantage: Advantage = section(Advantage, Advantage.__doc__ or "")
-    optimizer: Optimizer = section(Optimizer, Optimizer.__doc__ or "")
-    update: Update = section(Update, Update.__doc__ or "")
+    loss: Loss = section(Loss, training=True)
+    advantage: Advantage = section(Advantage, training=True)
+    optimizer: Optimizer = section(Optimizer, training=True)
+    update: Update = section(Update, training=True)
     schedules: dict[str, Any] = knob(
-        {}, "Schedules of scalars of loss and generation over the steps, such as loss.beta.to=0."
+        {},
+        "Schedules of scalars of loss and generation over the steps, such as loss.beta.to=0.",
+        training=True,
     )
-    distributed: Distributed = section(Distributed, Distributed.__doc__ or "")
-    eval: Eval = section(Eval, Eval.__doc__ or "")
-    stop: Stop = section(Stop, Stop.__doc__ or "")
-    checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
-    log: Log = section(Log, Log.__doc__ or "")
-    tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
-    callbacks: dict[str, Any] = knob({}, "Callbacks by name; each has path and args.")
-    hub: Hub = section(Hub, Hub.__doc__ or "")
+    distributed: Distributed = section(Distributed)
+    eval: Eval = section(Eval)
+    stop: Stop = section(Stop, training=True)
+    checkpoint: Checkpoint = section(Checkpoint, training=True)
+    log: Log = section(Log, training=True)
+    tracking: Tracking = section(Tracking, training=True)
+    callbacks: dict[str, Any] = knob(
+        {}, "Callbacks by name; each has path and args.", training=True
+    )
+    hub: Hub = section(Hub, training=True)
 
     @property
     def arithmetic_dtype(self) -> str:

@@ -16,28 +16,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.parsing import value_at
-from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools
+from grpo_cli.config.schema import Benchmark, Recipe, Tools, knobs
 from grpo_cli.errors import UserError, listed
 
-# Sections that only training reads.
-OF_TRAINING = (
-    "loss", "advantage", "optimizer", "update", "stop", "checkpoint", "log", "tracking",
-    "hub",
-)  # fmt: skip
-OF_TRAINING_IN_EVAL = ("every", "at_start", "best")
-NOT_READ = (  # keys of other sections that a check of the recipe could refuse
-    "generation.vllm.prefetch_steps", "generation.vllm.in_flight", "distributed.offload",
-)  # fmt: skip
-# Keys, and sections with a final dot, that are refused on the command line.
-REFUSED = (
-    *(f"{section}." for section in OF_TRAINING), *(f"eval.{key}" for key in OF_TRAINING_IN_EVAL),
-    *NOT_READ, "resume", "resume_changed", "steps", "epochs", "prompts_per_step", "probe",
-    "schedules.", "callbacks", "adapter.", "model.build.", "model.freeze",
-    "model.gradient_checkpointing", "model.compile", "dataset.solution",
-    "dataset.max_prompt_tokens", "dataset.shuffle", "dataset.streaming",
-    "dataset.mixture", "generation.max_logp_difference",
-    "generation.dynamic_sampling",
-)  # fmt: skip
+# Keys of knobs and sections that only training reads.
+OF_TRAINING = [key for key, f in knobs() if f.metadata.get("training")]
 MEANT = {  # keys of training -> the keys that evaluation reads instead
     "generation.temperature": "eval.temperature",
     "generation.top_p": "eval.top_p",
@@ -46,15 +29,10 @@ MEANT = {  # keys of training -> the keys that evaluation reads instead
 OF_SAMPLING = (  # read with eval.sampling=training
     "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
 )  # fmt: skip
+# Without effect on an evaluation's numbers; the model is the checkpoint.
+WITHOUT_EFFECT = ("model.path", "generation.num_generations", "generation.max_num_seqs")
+OF_ANY_ROWS = ("dataset.max_pixels", "dataset.bad_rows")  # also of a benchmark's rows
 # Sections of the recipe's held-out rows, which benchmarks replace.
-WITHOUT_EFFECT = {  # on an evaluation's numbers; model.path is the checkpoint
-    "model": ("path", "build", "freeze", "compile", "gradient_checkpointing"),
-    "generation": (
-        "num_generations", "max_num_seqs", "max_logp_difference", "dynamic_sampling",
-    ),
-    "eval": OF_TRAINING_IN_EVAL,
-}  # fmt: skip
-OF_ANY_ROWS = ("dataset.max_pixels", "dataset.bad_rows")  # also of benchmarks
 OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
 # Keys that are read when stored completions are scored.
 READ_OF_COMPLETIONS = (
@@ -81,7 +59,8 @@ def check_read(overrides: Sequence[str]) -> None:
             continue
         if key in MEANT:
             raise UserError(f"{word}: is only read in training; evaluation reads {MEANT[key]}.")
-        if is_among(key, REFUSED) or key in OF_SAMPLING:
+        inside = [f"{known}." for known in (*OF_TRAINING, "dataset.mixture")]
+        if f"{key}.".startswith(tuple(inside)) or key in OF_SAMPLING:
             raise UserError(f"{word}: is only read in training.")
 
 
@@ -143,15 +122,10 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
     Args:
         overrides: the command line's overrides; knobs that they set and evaluation reads are kept.
     """
-    defaults = Recipe()
+    defaults = OmegaConf.structured(Recipe())
     with open_dict(cfg):
-        for name in OF_TRAINING:
-            cfg[name] = OmegaConf.structured(getattr(defaults, name))
-        cfg.schedules = {}
-        for name in OF_TRAINING_IN_EVAL:
-            cfg.eval[name] = getattr(Eval(), name)
-        for key in NOT_READ:
-            OmegaConf.update(cfg, key, value_at(defaults, key))
+        for key in OF_TRAINING:
+            OmegaConf.update(cfg, key, OmegaConf.select(defaults, key), merge=False)
         given = [key_set_by(word) for word in overrides]
         if not any(is_among(key, ["model.args."]) for key in given):
             cfg.model.args = {}  # arguments of training's initial model
@@ -199,9 +173,10 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.eval.sampling != "training":
         for key in ("temperature", "top_p", "top_k", "min_p"):
             del values["generation"][key]
-    for section, keys in WITHOUT_EFFECT.items():
-        for key in keys:
-            del values[section][key]
+    for key in (*OF_TRAINING, *WITHOUT_EFFECT):
+        section, _, name = key.rpartition(".")
+        if section:
+            del value_at(values, section)[name]
     vllm = values["generation"]["vllm"]
     values["generation"]["vllm"] = {k: vllm[k] for k in ("regex", "json_schema", "dtype")}
     names = ["seed", "mixed_precision", "model", "eval", "generation"]

@@ -17,7 +17,6 @@ from grpo_cli.evaluation.settings import (
     OF_SAMPLING,
     READ_OF_COMPLETIONS,
     READ_OF_THEIR_BENCHMARK,
-    REFUSED,
     check_read,
     check_read_of_completions,
     check_rows,
@@ -98,7 +97,7 @@ def test_of_completions_that_are_there_less_is_read(word: str) -> None:
 
 
 def test_the_named_keys_are_there() -> None:
-    for key in {*REFUSED, *OF_SAMPLING, *READ_OF_COMPLETIONS, *MEANT, *MEANT.values()}:
+    for key in {*OF_SAMPLING, *READ_OF_COMPLETIONS, *MEANT, *MEANT.values()}:
         assert key in ("benchmark.", "hydra.") or key.rstrip(".") in KNOBS, key
     assert {*OF_ROWS} <= vars(Recipe()).keys()
     assert {*READ_OF_THEIR_BENCHMARK} <= vars(Benchmark()).keys()
