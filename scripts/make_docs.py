@@ -17,7 +17,7 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from grpo_cli.algorithm import objective  # noqa: E402
+from grpo_cli.algorithm import arguments  # noqa: E402
 from grpo_cli.config import knob, schema  # noqa: E402
 from grpo_cli.planning.devices import Device  # noqa: E402
 from grpo_cli.planning.memory import Job, Lengths  # noqa: E402
@@ -224,7 +224,7 @@ def is_knob(field: Field) -> bool:
 def line(key: str, field: Field) -> str:
     """Returns a knob with its default, its range and the first sentence about it."""
     allowed = knob.allowed(field.metadata).removeprefix("one of ")
-    readers = objective.readers_of(key)
+    readers = arguments.readers_of(key)
     text: str = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
     sentence = re.match(r".+?\.(?= [A-Z]|$)", field.metadata["doc"])
     assert sentence is not None, f"{key} has no sentence"

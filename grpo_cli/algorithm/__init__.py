@@ -1,5 +1,5 @@
 """Advantages, losses and KL, as functions of tensors and plain values.
 
-Start with `loss.py`, then `losses.py` and `advantages.py`. `objective.py` looks up the functions
-of a recipe. Imports the configuration and the records only.
+Start with `loss.py`, then `losses.py` and `advantages.py`. `arguments.py` checks what a
+recipe gives them. Imports the configuration and the records only.
 """

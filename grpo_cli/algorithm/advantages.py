@@ -20,20 +20,26 @@ also be in your own module: `advantage.rule=my_module:my_rule`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from grpo_cli.algorithm.variants import RULES as RULES
-from grpo_cli.algorithm.variants import advantage_rule
+from grpo_cli.algorithm.variants import advantage_rule, find
 from grpo_cli.config.knob import Arg
+from grpo_cli.config.schema import Advantage
 from grpo_cli.records import Group
 
 EPS = 1e-4  # keeps division by a standard deviation finite; TRL's value
 TINY = 1e-12  # likewise where the paper has no such constant; rounding errors are smaller
 ROUNDING = 1e-9  # differences up to this share of the summed rewards are rounding
+
+
+def rule_function(config: Advantage) -> Callable[..., Tensor]:
+    """Returns the advantage rule that `advantage.rule` names; raises a UserError without it."""
+    return find(config.rule, "advantage.rule")
 
 
 @advantage_rule("group")

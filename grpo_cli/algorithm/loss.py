@@ -18,7 +18,7 @@ from grpo_cli.algorithm import corrections, losses
 from grpo_cli.algorithm.batch import Batch
 from grpo_cli.algorithm.kl import ESTIMATORS, k3
 from grpo_cli.algorithm.load_balancing import Load, Routing
-from grpo_cli.algorithm.losses import rows_that_train
+from grpo_cli.algorithm.losses import loss_function, rows_that_train
 from grpo_cli.algorithm.metric_sums import (
     MaskedSum,
     MetricSums,
@@ -26,7 +26,6 @@ from grpo_cli.algorithm.metric_sums import (
     ReducedMetrics,
     masked_sum,
 )
-from grpo_cli.algorithm.objective import loss_function
 from grpo_cli.algorithm.variants import apply, parameters, traits_of
 from grpo_cli.config.schema import Loss
 from grpo_cli.errors import TrainingError

@@ -25,6 +25,7 @@ own module: `loss.policy=my_module:my_loss`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -34,11 +35,17 @@ from grpo_cli.algorithm.metric_sums import MetricSums
 from grpo_cli.algorithm.token_selection import clip_cov as select_clip_cov
 from grpo_cli.algorithm.token_selection import top_share
 from grpo_cli.algorithm.variants import POLICY as POLICY
-from grpo_cli.algorithm.variants import policy_loss
+from grpo_cli.algorithm.variants import find, policy_loss
 from grpo_cli.config.knob import Arg
+from grpo_cli.config.schema import Loss
 
 # exp() of more overflows float32, and inf · 0 is NaN; ratios beyond e^80 are indistinguishable.
 LARGEST_LOG_RATIO = 80.0
+
+
+def loss_function(config: Loss) -> Callable[..., Tensor]:
+    """Returns the policy loss that `loss.policy` names; raises a UserError without it."""
+    return find(config.policy, "loss.policy")
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:

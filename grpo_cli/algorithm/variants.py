@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from grpo_cli.config.knob import Arg
+from grpo_cli.config.user_code import import_function
+from grpo_cli.errors import UserError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLICY: dict[str, Callable[..., Tensor]] = {}  # policy losses by name, in the order of losses.py
@@ -35,7 +37,7 @@ class Traits:
     """The properties of a policy loss or an advantage rule.
 
     `metrics`, `select_tokens`, `check` and `notice` read knobs by keyword-only parameters, like the
-    function itself. `check` and `notice` may also name values of `objective.values_of`.
+    function itself. `check` and `notice` may also name the values that `arguments.py` gives them.
     """
 
     metrics: tuple[Callable[..., None], ...] = ()  # take metric_sums and tensors by name
@@ -70,6 +72,24 @@ def _declare(
     return declare
 
 
+@lru_cache
+def find(name: str, key: str) -> Callable[..., Tensor]:
+    """Returns the shipped or the user's own function that a recipe names under `key`.
+
+    Raises:
+        UserError: there is no such function or module.
+    """
+    table = POLICY if key == "loss.policy" else RULES
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise UserError(
+            f"{key} = {name!r}: must be one of {', '.join(table)}, or a function of yours as "
+            f"my_module:my_function.{nearest(name, table)}"
+        )
+    return import_function(name, f"{key} = {name}")
+
+
 def traits_of(function: Callable[..., Any]) -> Traits:
     """Returns a function's traits, or the defaults if it declares none."""
     traits: Traits = getattr(function, "traits", Traits())
@@ -94,11 +114,6 @@ class OwnArgument:
     is_optional: bool  # whether the annotation allows None
     default: Any  # inspect.Parameter.empty if the recipe must set it
     arg: Arg
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The argument's range in the format of a knob's metadata."""
-        return vars(self.arg)
 
 
 def readers(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:

@@ -139,7 +139,7 @@ def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     entries = ((name, e) for name in tree for e in _schedule_entries({name: tree[name]}))
     for name, (key, value) in entries:
-        # The loss checks its own arguments (`algorithm/objective.py`).
+        # The loss checks its own arguments (`algorithm/arguments.py`).
         if key not in SCHEDULABLE and not key.startswith("loss.args."):
             beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
             raise UserError(
@@ -219,7 +219,7 @@ def _schedule_violations(recipe: Recipe) -> Iterator[str]:
         first = value_at(recipe, key)
         if first is None and key in fields:
             yield f"schedules.{key}: {key} is null; give it the value to begin with."
-        if key in fields:  # `algorithm/objective.py` checks a loss's arguments
+        if key in fields:  # `algorithm/arguments.py` checks a loss's arguments
             f = fields[key]
             yield from scheduled_violation(key, schedule.to, f.metadata, f.type)
         if first is not None and first == schedule.to:

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli import data
-from grpo_cli.algorithm import objective
+from grpo_cli.algorithm import arguments
 from grpo_cli.checkpoints import checkpointer, paths, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
@@ -411,7 +411,7 @@ def describe(run: Run) -> None:
         )
     eos_ids = loading.eos_ids(run.policy.generation_config, run.tokenizer)
     for notice in (
-        *objective.notices(recipe),
+        *arguments.notices(recipe),
         *contradictions.notices(recipe),
         *text_notices(recipe, run.tokenizer, eos_ids, run.queue.stream.prompts),
     ):

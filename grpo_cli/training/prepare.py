@@ -102,9 +102,9 @@ def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Reci
     Raises:
         UserError: as `parsing.parse`; or the loss or rule is unknown or does not take an argument.
     """
-    from grpo_cli.algorithm import objective  # late: it imports torch
+    from grpo_cli.algorithm import arguments  # late: it imports torch
 
-    return parsing.parse(cfg, given, checks=(objective.problems,))
+    return parsing.parse(cfg, given, checks=(arguments.problems,))
 
 
 def for_training(recipe: Recipe) -> Prepared:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_cli.algorithm import token_selection
+from grpo_cli.algorithm.arguments import readers_of
 from grpo_cli.algorithm.batch import Batch, collate, pad_right
 from grpo_cli.algorithm.loss import (
     Coefficients,
@@ -31,8 +32,8 @@ from grpo_cli.algorithm.loss import (
     every_rollout_has_gradient,
     grpo_loss,
 )
+from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.normalization import token_weight
-from grpo_cli.algorithm.objective import loss_function, readers_of
 from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.schema import Loss, Recipe
 from grpo_cli.distributed.workers import Workers

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.algorithm import objective
-from grpo_cli.algorithm.objective import POLICY, RULES
+from grpo_cli.algorithm import arguments
+from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config.contradictions import notices
 from grpo_cli.config.knob import allowed, as_written
 from grpo_cli.config.parsing import SCHEDULABLE, value_at, with_steps
@@ -300,7 +300,7 @@ READ_IF = {key: f.metadata["read_if"] for key, f in KNOBS.items() if f.metadata.
 READ_IF |= {  # the knobs that some losses and rules read, by the signatures of these
     key: ("loss.policy" if key.startswith("loss.") else "advantage.rule", *readers)
     for key in KNOBS
-    if (readers := objective.readers_of(key))
+    if (readers := arguments.readers_of(key))
 }
 
 SERVERS = {"generation.vllm.servers": ["http://node:8000"]}
@@ -686,7 +686,7 @@ def test_a_notice_says_what_does_less_than_it_seems(
     changes: dict[str, Any], expected: str | None
 ) -> None:
     parsed = parse(recipe(**changes))
-    found = [*objective.notices(parsed), *notices(parsed)]
+    found = [*arguments.notices(parsed), *notices(parsed)]
     assert len(found) == (expected is not None)
     assert all(notice.startswith(str(expected)) for notice in found)
 

@@ -16,8 +16,7 @@ from itertools import chain, islice
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.algorithm.advantages import level_rewards
-from grpo_cli.algorithm.objective import rule_function
+from grpo_cli.algorithm.advantages import level_rewards, rule_function
 from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schedules import at_step

@@ -9,9 +9,13 @@ import torch
 
 from grpo_cli.algorithm import normalization
 from grpo_cli.algorithm.advantage_shares import advantage_shares
-from grpo_cli.algorithm.advantages import all_equal, process_advantages, turn_advantages
+from grpo_cli.algorithm.advantages import (
+    all_equal,
+    process_advantages,
+    rule_function,
+    turn_advantages,
+)
 from grpo_cli.algorithm.kl import ESTIMATORS
-from grpo_cli.algorithm.objective import rule_function
 from grpo_cli.algorithm.variants import apply, traits_of
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.algorithm import objective
-from grpo_cli.algorithm.variants import POLICY, RULES, own_arguments, readers, traits_of
+from grpo_cli.algorithm.variants import POLICY, RULES, find, own_arguments, readers, traits_of
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Advantage, Loss
 from grpo_cli.errors import UserError
@@ -61,12 +60,12 @@ def halved(rewards: Tensor, *, factor: float = 0.5) -> Tensor:
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's, in the working directory."""
-    (tmp_path / "mine_of_test_objective.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "mine_of_test_arguments.py").write_text(MINE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine_of_test_objective", raising=False)
-    objective._find.cache_clear()
-    return "mine_of_test_objective"
+    monkeypatch.delitem(sys.modules, "mine_of_test_arguments", raising=False)
+    find.cache_clear()
+    return "mine_of_test_arguments"
 
 
 def message(**changes: Any) -> str:
