@@ -51,6 +51,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 PRINT_SECONDS = 3.0  # time for a node's first process to print an error that all raise
 RUNNING = Path("/proc/loadavg")  # its fourth field: threads that run now / all threads
 SPINS_ALONE, SPINS_SHARED = 4000, 1000
+WHEN_STOPPED = {
+    "train": "everything after the last checkpoint is lost",
+    "eval": "the same command resumes the evaluation",
+}
 
 USAGE = """\
 grpo: train language models with GRPO
@@ -145,21 +149,16 @@ def run_command(argv: list[str]) -> int:
         if not lost_reader(error):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if argv[0] == "train":
-            return _leave(f"ended: {NO_READER}; everything after the last checkpoint is lost", 1)
-        if argv[0] == "eval":
-            return _leave(f"ended: {NO_READER}; the same command resumes the evaluation", 1)
+        if argv[0] in WHEN_STOPPED:
+            return _leave(f"ended: {NO_READER}; {WHEN_STOPPED[argv[0]]}", 1)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
         place = f"{error.filename}: " if error.filename else ""
         return _leave(f"{place}{error.strerror}.", 1, everywhere=True)
     except KeyboardInterrupt:
-        if argv[0] == "eval":
-            return _leave("stopped immediately; the same command resumes the evaluation", 130)
-        if argv[0] != "train":
-            return _leave("stopped immediately", 130)
-        return _leave("stopped immediately; everything after the last checkpoint is lost", 130)
+        said = filter(None, ["stopped immediately", WHEN_STOPPED.get(argv[0])])
+        return _leave("; ".join(said), 130)
     return 0
 
 
@@ -253,21 +252,14 @@ def rewards(argv: list[str]) -> None:
             print(f"{'':16} at most {timeout:g} s for a completion")
 
 
+IN_MODULES = (
+    "plan", "probe", "score", "show", "watch", "explain", "report", "replay", "serve", "slurm",
+    "doctor", "export",
+)  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
-    "plan": verb("plan"),
-    "probe": verb("probe"),
     "eval": verb("evaluate"),
-    "score": verb("score"),
-    "show": verb("show"),
-    "watch": verb("watch"),
-    "explain": verb("explain"),
-    "report": verb("report"),
-    "replay": verb("replay"),
-    "serve": verb("serve"),
-    "slurm": verb("slurm"),
-    "doctor": verb("doctor"),
-    "export": verb("export"),
+    **{name: verb(name) for name in IN_MODULES},
     "recipes": recipes,
     "rewards": rewards,
 }
