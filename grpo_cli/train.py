@@ -34,7 +34,7 @@ from grpo_cli.algorithm.loss import (
     grpo_loss,
 )
 from grpo_cli.config.schedules import learning_rate
-from grpo_cli.distributed.fsdp import norm_of, zero_gradients
+from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, StepStats
@@ -96,7 +96,7 @@ def take_step(run: Run, step: Step) -> None:
     step.metrics |= assign_advantages(step.recipe, batch.groups, step_stats, step.number)
     step.metrics |= update_policy(run, step)
     with step.clock.stage("weights"):
-        step.metrics |= run.generator.update_weights(run.policy, step.number + 1)
+        step.metrics |= run.generator.update_weights(run.policy.model, step.number + 1)
         refresh_reference(run, step)
     step.finish()
 
@@ -110,13 +110,13 @@ def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
         The rollout statistics of the step, over all processes.
     """
     recipe, loss = step.recipe, step.recipe.loss
-    kl_in_reward = run.reference is not None and loss.kl_in == "reward"
+    kl_in_reward = run.policy.reference is not None and loss.kl_in == "reward"
     everything = [r for g in batch.groups for r in g.rollouts]
     rollouts = [r for r in everything if (r.is_scored if kl_in_reward else r.loss_tokens)]
     if step.num_updates > 1 or kl_in_reward:
         with step.clock.stage("old_logprobs"):
             logprob_passes.fill_old_logprobs(run, recipe, rollouts)
-    if run.reference is not None:
+    if run.policy.reference is not None:
         with step.clock.stage("ref_logprobs"):
             logprob_passes.fill_ref_logprobs(run, recipe, rollouts)
     if not kl_in_reward:
@@ -132,7 +132,7 @@ def update_policy(run: Run, step: Step) -> dict[str, float]:
         TrainingError: a loss or a gradient is not finite; its optimizer step was not taken.
     """
     rate = learning_rate(step.recipe.optimizer, step.number, step.recipe.steps)
-    for param_group in run.optimizer.param_groups:
+    for param_group in run.policy.optimizer.param_groups:
         param_group["lr"] = rate
     for update in step.updates():  # num_iterations × minibatches
         optimizer_step(run, step, update)
@@ -163,13 +163,9 @@ def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
         run.workers.barrier()
     with step.clock.stage("optimizer"):
         measured = sums.reduced(run.workers)
-        run.workers.sum_gradients(run.policy.parameters())
-        run.scaler.unscale_(run.optimizer)
-        norm = norm_of(run.policy.parameters(), step.recipe.optimizer.max_grad_norm)
+        norm = run.policy.gradient_norm(step.recipe.optimizer.max_grad_norm)
         step.check(measured, norm)
-        run.scaler.step(run.optimizer)  # unless a scaled gradient has overflowed
-        run.scaler.update()
-        run.optimizer.zero_grad(set_to_none=True)
+        run.policy.step()
     run.entropy_bonus.update(step.recipe.loss, measured.entropy.value)
     step.add(measured, norm)
 
@@ -205,13 +201,12 @@ def optimizer_batch(
     if logprob_passes.selects_tokens(loss):
         number = step.number * step.num_updates + update
         tokens = logprob_passes.select_tokens(run, step.recipe, groups, number, tokens)
-    coefficients = Coefficients(
-        run.beta.value(loss), run.entropy_bonus.value(loss), max(tokens, 1.0), run.router_coef
-    )
+    beta, entropy, router = run.beta, run.entropy_bonus, run.policy.router_coef
+    coefficients = Coefficients(beta.value(loss), entropy.value(loss), max(tokens, 1.0), router)
     with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
-    run.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
-    flops = rollout_flops(run.policy, with_gradient, backward=True)
-    flops += rollout_flops(run.policy, entropy_only)
+    run.policy.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
+    flops = rollout_flops(run.policy.model, with_gradient, backward=True)
+    flops += rollout_flops(run.policy.model, entropy_only)
     step.clock.count("forward_backward", flops)
     if coefficients.router:  # experts are counted over all processes before the first backward
         load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
@@ -225,26 +220,26 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
     Returns:
         The measurements of this process.
     """
+    policy = run.policy
     coefficients, with_gradient, entropy_only = batch
     compute_loss = partial(forward, run, step, coefficients)
 
     def forward_backward(micro_batch: list[Rollout]) -> LossOutput:
         output = compute_loss(micro_batch)
-        run.workers.backward(run.scaler.scale(output.loss))
+        policy.backward(output.loss)
         return output.detached()
 
     sums = LossSums()
     with torch.no_grad():
-        for output in run.micro_batches.map(compute_loss, entropy_only, run.policy_logprobs):
+        for output in policy.micro_batches.map(compute_loss, entropy_only, policy.logprobs):
             sums.add_entropy(output)
-    clear = partial(run.optimizer.zero_grad, set_to_none=True)
-    for output in run.micro_batches.map(
-        forward_backward, with_gradient, run.policy_logprobs, undo=clear
+    for output in policy.micro_batches.map(
+        forward_backward, with_gradient, policy.logprobs, undo=policy.zero_grad
     ):
         sums.add(output)
     if not with_gradient:  # the optimizer skips a weight whose gradient is None, not one of 0
-        zero_gradients(run.policy)
-    run.micro_batches.drop_dummy_gradients(with_gradient)
+        zero_gradients(policy.model)
+    policy.micro_batches.drop_dummy_gradients(with_gradient)
     return sums
 
 
@@ -252,14 +247,14 @@ def forward(
     run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
 ) -> LossOutput:
     """Computes the loss of a micro-batch."""
-    logprobs, entropies = run.policy_logprobs(
+    logprobs, entropies = run.policy.logprobs(
         micro_batch,
         step.recipe.generation.temperature,
         entropy=step.measures_entropy,
         entropy_gradient=coefficients.entropy > 0,
     )
     batch = collate(micro_batch, run.workers.device)
-    routing = run.policy_logprobs.routing
+    routing = run.policy.logprobs.routing
     return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
 
 
@@ -273,7 +268,7 @@ def split_by_gradient(
     """
     every = every_rollout_has_gradient(
         step.recipe.loss,
-        has_reference=run.reference is not None,
+        has_reference=run.policy.reference is not None,
         entropy_coef=coefficients.entropy,
         router_coef=coefficients.router,
     )
@@ -282,7 +277,7 @@ def split_by_gradient(
     if not step.measures_entropy:
         entropy_only = []
     if not (with_gradient or entropy_only):  # every process needs the same metrics to reduce
-        entropy_only = [run.micro_batches.dummy_rollout]
+        entropy_only = [run.policy.micro_batches.dummy_rollout]
     return with_gradient, entropy_only
 
 
@@ -290,5 +285,5 @@ def refresh_reference(run: Run, step: Step) -> None:
     """Moves the reference to the policy, or part of the way, every N steps (iterative GRPO)."""
     loss = run.recipe.loss
     due = loss.reference_every > 0 and (step.number + 1) % loss.reference_every == 0
-    if run.reference is not None and due:
-        run.reference.refresh(run.policy, loss.reference_alpha)
+    if run.policy.reference is not None and due:
+        run.policy.reference.refresh(run.policy.model, loss.reference_alpha)

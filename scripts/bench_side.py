@@ -163,7 +163,7 @@ def run_ours(job: Job, probe: Probe) -> None:
         @contextlib.contextmanager
         def metered(clock: stage_clock.Clock, name: str) -> Iterator[None]:
             is_looking = job.metered and name in METERED
-            looking = probe.peak(live.policy, probe.steps[-1]) if is_looking else None
+            looking = probe.peak(live.policy.model, probe.steps[-1]) if is_looking else None
             with timed(clock, name), looking or contextlib.nullcontext():
                 yield
 

@@ -207,8 +207,8 @@ def all_gradients(
             reference=Reference(PolicyLogprobs(reference)) if loss.beta else None,
         )
         if loss.router_aux_loss_coef:
-            run.router_coef = loss.router_aux_loss_coef
-            run.policy_logprobs.routers = RouterRecorder(model)
+            run.policy.router_coef = loss.router_aux_loss_coef
+            run.policy.logprobs.routers = RouterRecorder(model)
         every = make()
         own = [g for g in every if g.prompt_index in {mine.prompt_index for mine in groups}]
         if not loss.beta:

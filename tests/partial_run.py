@@ -11,7 +11,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.memory import MicroBatchBudget
-from grpo_cli.models.micro_batches import MicroBatcher
+from grpo_cli.models.policy import LoadedModel, Policy
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.training.run import Run
@@ -29,21 +29,21 @@ def partial_run(
     never = cast(Any, SimpleNamespace(is_requested=False))
     interrupts = Interrupts(workers, never, lambda usual: 0.0, save_seconds=0.0)
     absent = cast(Any, dict.fromkeys(
-        ("folder", "lock", "tokenizer", "generator", "scorer", "evaluator", "reporter",
-         "checkpointer", "pusher")
+        ("folder", "lock", "generator", "scorer", "evaluator", "reporter", "checkpointer", "pusher")
     ))  # fmt: skip
     return Run(
         recipe=recipe or Recipe(),
         workers=workers,
         interrupts=interrupts,
-        policy=policy_logprobs.model,
-        policy_logprobs=policy_logprobs,
-        reference=reference,
-        micro_batches=MicroBatcher(
-            workers, interrupts, budget, optimizer, policy_logprobs, reference
+        policy=Policy(
+            LoadedModel(policy_logprobs.model, cast(Any, None), None, None),
+            policy_logprobs,
+            optimizer,
+            workers,
+            interrupts,
+            budget,
+            reference=reference,
         ),
-        optimizer=optimizer,
-        scaler=workers.grad_scaler(),
         queue=cast(Any, SimpleNamespace(prefetch_steps=0)),
         **absent,
     )

@@ -438,7 +438,7 @@ def other_models_are_right_by_the_way_that_all_agree_on(workers: Workers) -> Non
         policy_logprobs = PolicyLogprobs(model, agree_on=workers.first, say=said.append)
         # The first rollouts of the main process; the others have none.
         bare = bare_run(workers, policy_logprobs, 10**6)
-        bare.micro_batches.calibrate(rollouts if workers.is_main else [], 1.0)
+        bare.policy.micro_batches.calibrate(rollouts if workers.is_main else [], 1.0)
         assert policy_logprobs.checked
         assert policy_logprobs.mode == family.mode, (family, said)
         assert len(said) == (family.mode == CHUNKED), said
@@ -482,7 +482,7 @@ def everyone_makes_as_many_passes_as_the_one_with_most(workers: Workers) -> None
     own = shares[workers.rank]
     model = divided(plain)
     bare = bare_run(workers, PolicyLogprobs(model, agree_on=workers.first), tokens=12)
-    found = logprob_passes.token_stats(bare, Recipe(), bare.policy_logprobs, own, entropy=True)
+    found = logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, own, entropy=True)
     assert len(found) == len(own), "no dummy"
     with torch.no_grad():
         for rollout, seen in zip(own, found, strict=True):
@@ -491,9 +491,9 @@ def everyone_makes_as_many_passes_as_the_one_with_most(workers: Workers) -> None
             torch.testing.assert_close(seen.logprobs, true[0])
             torch.testing.assert_close(seen.entropies, entropies[0])
     numbers = workers.gather(
-        sum(1 for _ in bare.micro_batches._split(own, bare.policy_logprobs, 12))
+        sum(1 for _ in bare.policy.micro_batches._split(own, bare.policy.logprobs, 12))
     )
-    needed = [len(list(bare.policy_logprobs.micro_batches(shares[r], 12))) for r in shares]
+    needed = [len(list(bare.policy.logprobs.micro_batches(shares[r], 12))) for r in shares]
     assert numbers == [max(needed)] * workers.size
     assert needed[last] == 0 < max(needed)
     assert_only_shards(model)
@@ -508,21 +508,21 @@ def all_give_up_what_one_processs_rollouts_are_too_long_for(workers: Workers) ->
         workers, PolicyLogprobs(model, agree_on=workers.first, say=said.append), tokens=10**6
     )
     short = make_rollouts(4, 5, vocabulary=90)
-    logprob_passes.token_stats(bare, Recipe(), bare.policy_logprobs, short)
-    assert bare.policy_logprobs.mode.packed
+    logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, short)
+    assert bare.policy.logprobs.mode.packed
     long = make_rollouts(10, 20, vocabulary=90)
     assert max(map(length, short)) < 12 < max(map(length, long))
     own = long if workers.rank == workers.size - 1 else short[: 2 * workers.rank]
-    found = logprob_passes.token_stats(bare, Recipe(), bare.policy_logprobs, own)
+    found = logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, own)
     assert len(found) == len(own)
     with torch.no_grad():
         for rollout, seen in zip(own, found, strict=True):
             true, _ = PolicyLogprobs(plain, packed=False)([rollout], 1.0)
             torch.testing.assert_close(seen.logprobs, true[0], rtol=1e-3, atol=1e-4)
-    assert bare.policy_logprobs.mode == CHUNKED
+    assert bare.policy.logprobs.mode == CHUNKED
     (note,) = said
     assert "its attention sees 12 tokens and no more" in note
-    logprob_passes.token_stats(bare, Recipe(), bare.policy_logprobs, own)
+    logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, own)
     assert len(said) == 1, "it is given up once"
 
 
@@ -541,10 +541,10 @@ def micro_batches_are_as_large_as_the_fullest_process_has_room_for(workers: Work
     try:
         # The last process alone has rollouts, and the others measure on the same.
         last = workers.rank == workers.size - 1
-        bare.micro_batches.calibrate(make_rollouts() if last else [], 1.0)
+        bare.policy.micro_batches.calibrate(make_rollouts() if last else [], 1.0)
     finally:
         micro_batches.tokens_that_fit = fit
-    assert bare.micro_batches.budget.tokens == 4096 >> (workers.size - 1)
+    assert bare.policy.micro_batches.budget.tokens == 4096 >> (workers.size - 1)
     assert len(set(workers.gather(kept[0]))) == 1 == len(kept)
     assert_only_shards(model)
 

@@ -58,12 +58,12 @@ def _evaluate_model(
     recipe = prepared.recipe
     reporter = Reporter(recipe, prepared.folder, workers.is_main)
     with workers.raise_together():
-        model, tokenizer, vision = build.load_policy(prepared, workers, reporter)
-        tasks = build.make_tasks(prepared, tokenizer, vision, reporter)
+        loaded = build.load_policy(prepared, workers, reporter)
+        tasks = build.make_tasks(prepared, loaded, reporter.say)
     prompts = [prompt for task in tasks for prompt in task.prompts]
-    loading.check_embeddings(model, path, prompts)
-    model = workers.place(model)
-    episodes = build.make_episodes(prepared, model, tokenizer, vision, reporter.say)
+    loading.check_embeddings(loaded.model, path, prompts)
+    model, tokenizer = workers.place(loaded.model), loaded.tokenizer
+    episodes = build.make_episodes(prepared, loaded, reporter.say)
     prompts = [*build.with_room_for_observations(recipe, model, prompts)]
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
     evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, episodes)

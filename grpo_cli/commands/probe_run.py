@@ -13,6 +13,7 @@ from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import Policy, ProbeResult, Size, run_probe
 from grpo_cli.evaluation.probe.verdict import show
 from grpo_cli.generation.factory import make_generator
+from grpo_cli.models.policy import make_logprobs
 from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
@@ -59,14 +60,15 @@ def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: boo
 def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter) -> ProbeResult:
     recipe, say = prepared.recipe, reporter.say
     with workers.raise_together():
-        model, tokenizer, vision = build.load_policy(prepared, workers, reporter)
-    stream = build.make_stream(prepared, tokenizer, vision, reporter)
+        loaded = build.load_policy(prepared, workers, reporter)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    stream = build.make_stream(prepared, loaded, say)
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(recipe, len(prompts))
     prompts += build.longest_unknown(recipe, prompts)
-    policy_logprobs = build.make_logprobs(model, recipe, workers, reporter)
+    policy_logprobs = make_logprobs(workers.place(model), recipe, workers, say)
     build.check_fits(recipe, model, prompts)
-    episodes = build.make_episodes(prepared, model, tokenizer, vision, say)
+    episodes = build.make_episodes(prepared, loaded, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
     for line in prepared.scorer.descriptions:
         say(line)

@@ -230,6 +230,10 @@ class Workers:
         """Returns the first value that is not None in rank order, or None; collective."""
         return next((v for v in self.gather(value) if v is not None), None)
 
+    def agree(self, reason: str | None) -> str | None:
+        """Returns the first reason of any process in lockstep; without lockstep, the own one."""
+        return self.first(reason) if self.runs_in_lockstep else reason
+
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
         """Raises on all processes if the block fails on one, so that none waits for it."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import transformers
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,20 +39,11 @@ from grpo_cli.evaluation import tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
 from grpo_cli.images import ImageError, StoredImage
-from grpo_cli.models import adapters, loading, optimizers, quantization, tiny
+from grpo_cli.models import loading, quantization, tiny
 from grpo_cli.models.families import num_experts
-from grpo_cli.models.memory import MicroBatchBudget
-from grpo_cli.models.micro_batches import MicroBatcher
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.models.reference import AdapterReference, Reference
-from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
-from grpo_cli.models.vision import (
-    UnloadedProcessor,
-    VisionProcessor,
-    has_images,
-    sound_images,
-    takes_images,
-)
+from grpo_cli.models.policy import LoadedModel, Policy, load_model
+from grpo_cli.models.routers import has_balancing_loss
+from grpo_cli.models.vision import has_images, sound_images
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -67,8 +57,6 @@ from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
-
-COMPILE_BACKEND = "inductor"  # torch.compile's backend; the others generate no code
 
 
 def build(
@@ -127,23 +115,31 @@ def assemble(
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
 
     with workers.raise_together():  # a disk, a cache or a network may fail on one process only
-        model, tokenizer, vision = load_policy(prepared, workers, reporter)
-    stream = make_stream(prepared, tokenizer, vision, reporter)
+        loaded = load_policy(prepared, workers, reporter)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    stream = make_stream(prepared, loaded, reporter.say)
     prompts = list(stream.prompts)
-    reporter.has_images = vision is not None and (
-        recipe.dataset.streaming or any(prompt.images for prompt in prompts)
-    )
     recipe = parsing.with_steps(recipe, len(prompts))
-    prompts += longest_unknown(recipe, prompts)
     reporter.progress.total = recipe.steps
-    policy_logprobs, reference, optimizer, router_coef = make_networks(
-        model, recipe, workers, reporter
-    )
-    to_solve = make_tasks(prepared, tokenizer, vision, reporter)
+    to_solve = make_tasks(prepared, loaded, reporter.say)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
-    reads_images = may_have_images(recipe, [*prompts, *held_out])
+    reads_images = recipe.dataset.streaming or has_images([*prompts, *held_out])
+    reporter.has_images = loaded.vision is not None and (
+        recipe.dataset.streaming or has_images(prompts)
+    )
+    prompts += longest_unknown(recipe, prompts)
     check_fits(recipe, model, prompts, held_out)
-    episodes = make_episodes(prepared, model, tokenizer, vision, reporter.say)
+    checkpointer = Checkpointer(workers, reporter.say)
+    interrupts = Interrupts(
+        workers,
+        stop or StopSignal(reporter.say, recipe.checkpoint.grace, end_of_job()),
+        checkpointer.seconds_left,
+        resume.expected_seconds(model, workers.size),
+    )
+    policy = Policy.make(
+        loaded, recipe, workers, interrupts, reporter.say, reads_images=reads_images
+    )
+    episodes = make_episodes(prepared, loaded, reporter.say)
     longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
     generator = factory.make_generator(
         recipe, model, tokenizer, workers, longest_prompts, reporter.say
@@ -158,18 +154,6 @@ def assemble(
         if recipe.overwrite:
             paths.discard_run(folder)
         record_command(folder, recipe, command)
-    checkpointer = Checkpointer(workers, reporter.say)
-    interrupts = Interrupts(
-        workers,
-        stop or StopSignal(reporter.say, recipe.checkpoint.grace, end_of_job()),
-        checkpointer.seconds_left,
-        resume.expected_seconds(model, workers.size),
-    )
-    budget = MicroBatchBudget(
-        recipe.update.tokens_per_micro_batch,
-        reporter.say if workers.is_main else partial(print, f"process {workers.rank}:"),
-        runs_in_lockstep=workers.runs_in_lockstep,
-    )
     run = Run(
         stop_rules=StopRules(recipe.stop),
         recipe=recipe,
@@ -177,39 +161,16 @@ def assemble(
         lock=lock,
         workers=workers,
         interrupts=interrupts,
-        tokenizer=tokenizer,
-        policy=model,
-        policy_logprobs=policy_logprobs,
-        reference=reference,
-        micro_batches=MicroBatcher(
-            workers,
-            interrupts,
-            budget,
-            optimizer,
-            policy_logprobs,
-            reference,
-            vision if reads_images else None,
-        ),
-        optimizer=optimizer,
-        scaler=workers.grad_scaler(),
+        policy=policy,
         generator=generator,
-        queue=RolloutQueue(
-            recipe,
-            stream,
-            workers,
-            generator,
-            tokenizer,
-            episodes,
-        ),
+        queue=RolloutQueue(recipe, stream, workers, generator, tokenizer, episodes),
         scorer=prepared.scorer,
         evaluator=evaluator,
         reporter=reporter,
         checkpointer=checkpointer,
         pusher=Pusher(recipe, reporter.say, workers.is_main),
-        router_coef=router_coef,
         log_history=[] if takes_state else None,
         sessions=prepared.sessions,
-        vision=vision or unloaded_processor(recipe, model, tokenizer),
         callbacks=Callbacks(prepared.callbacks),
         contents=read,
     )
@@ -224,50 +185,6 @@ def assemble(
         run.close(error)
         raise
     return run
-
-
-class Networks(NamedTuple):
-    """The policy and its reference on their devices, and the policy's optimizer."""
-
-    policy_logprobs: PolicyLogprobs
-    reference: Reference | None
-    optimizer: torch.optim.Optimizer
-    router_coef: float  # weight of the load-balancing loss of experts
-
-
-def make_networks(
-    model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
-) -> Networks:
-    """Places a loaded policy, and makes its reference and its optimizer. Every process calls it.
-
-    Raises:
-        UserError: the load of the model's experts cannot be balanced with model.compile.
-    """
-    second = recipe.needs_reference and recipe.adapter.method == "none"
-    reference_model = loading.frozen_copy(model) if second else None
-    router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
-    policy_logprobs = make_logprobs(model, recipe, workers, reporter)
-    if router_coef and recipe.model.compile:
-        raise UserError(
-            f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
-            "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
-        )
-    if router_coef:
-        policy_logprobs.routers = RouterRecorder(model)
-    reference: Reference | None = None
-    if reference_model is not None:
-        reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
-    elif recipe.needs_reference:
-        config = adapters.config_on(model)
-        assert config is not None
-        fresh = recipe.adapter.path is None and adapters.begins_as_base(config)
-        reference = AdapterReference(
-            lambda entered: logprobs_of(model, entered, recipe, workers, reporter),
-            workers.autocast,
-            keeps_copy=recipe.loss.reference_every > 0 or not fresh,
-        )
-    optimizer = optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload)
-    return Networks(policy_logprobs, reference, optimizer, router_coef)
 
 
 def longest_unknown(recipe: Recipe, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -312,11 +229,7 @@ def with_room_for_observations(
 
 
 def make_episodes(
-    prepared: Prepared,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None,
-    say: Callable[[str], None],
+    prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
 ) -> EpisodeLoop | TrlRollouts | None:
     """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
 
@@ -324,41 +237,15 @@ def make_episodes(
         UserError: the chat template cannot carry a conversation with these tools.
     """
     recipe = prepared.recipe
-    eos_ids = loading.eos_ids(model.generation_config, tokenizer)
-    most = recipe.dataset.max_prompt_tokens if prepared.train else None
+    eos_ids = loading.eos_ids(loaded.model.generation_config, loaded.tokenizer)
     return environments.make_loop(
         recipe,
         prepared.sessions,
-        tokenizer,
+        loaded.tokenizer,
         {*eos_ids, *recipe.generation.stop_token_ids},
-        most,
+        recipe.dataset.max_prompt_tokens if prepared.train else None,
         say,
-        vision,
-    )
-
-
-def make_logprobs(
-    model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
-) -> PolicyLogprobs:
-    """Places a model on the processes' devices, and returns its `PolicyLogprobs`."""
-    workers.place(model)
-    return logprobs_of(model, workers.autocast, recipe, workers, reporter)
-
-
-def logprobs_of(
-    model: PreTrainedModel,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    recipe: Recipe,
-    workers: Workers,
-    reporter: Reporter,
-) -> PolicyLogprobs:
-    """Returns the `PolicyLogprobs` of a placed model."""
-    return PolicyLogprobs(
-        model,
-        compile_backend=COMPILE_BACKEND if recipe.model.compile else None,
-        autocast=autocast,
-        say=reporter.say,
-        agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,
+        loaded.vision,
     )
 
 
@@ -372,9 +259,9 @@ def record_command(folder: Path, recipe: Recipe, command: list[str]) -> None:
 
 def describe(run: Run) -> None:
     """Prints size, devices, rewards and notices of a run that is about to start."""
-    recipe, workers, say = run.recipe, run.workers, run.reporter.say
-    size = sum(quantization.numel(p) for p in run.policy.parameters())
-    trained = sum(p.numel() for p in run.policy.parameters() if p.requires_grad)
+    recipe, workers, policy, say = run.recipe, run.workers, run.policy, run.reporter.say
+    size = sum(quantization.numel(p) for p in policy.model.parameters())
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     of_adapter = "" if trained == size else f" ({trained / 1e6:.4g} M trained)"
     prompts = len(run.queue.stream.prompts)
     most = "at most " if recipe.generation.dynamic_sampling else ""
@@ -388,7 +275,7 @@ def describe(run: Run) -> None:
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
         f"process{'es' if workers.size > 1 else ''}; writes to {paths.shown(run.folder)}"
     )
-    if (summary := quantization.summary(run.policy)) is not None:
+    if (summary := quantization.summary(policy.model)) is not None:
         say(summary)
     rewards = []
     for name, reward in recipe.reward.items():
@@ -397,23 +284,23 @@ def describe(run: Run) -> None:
     say(f"rewards: {', '.join(rewards)}")
     for description in run.scorer.descriptions:
         say(description)
-    if run.reference is not None:
-        say(f"the reference policy takes {run.reference.nbytes / 1e6:,.4g} MB on each process")
+    if policy.reference is not None:
+        say(f"the reference policy takes {policy.reference.nbytes / 1e6:,.4g} MB on each process")
     if workers.size == 1 and recipe.distributed.strategy == "fsdp2":
         say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")
-    if num_experts(run.policy.config.get_text_config(decoder=True)) and not run.router_coef:
+    if num_experts(policy.model.config.get_text_config(decoder=True)) and not policy.router_coef:
         say(
             "note: a mixture of experts without load-balancing loss: nothing keeps the load of its "
             "experts even; loss.router_aux_loss_coef is the weight of such a loss"
-            if has_balancing_loss(run.policy)
+            if has_balancing_loss(policy.model)
             else "note: a mixture of experts for which transformers has no load-balancing loss: "
             "nothing keeps the load of its experts even"
         )
-    eos_ids = loading.eos_ids(run.policy.generation_config, run.tokenizer)
+    eos_ids = loading.eos_ids(policy.model.generation_config, policy.tokenizer)
     for notice in (
         *arguments.notices(recipe),
         *contradictions.notices(recipe),
-        *text_notices(recipe, run.tokenizer, eos_ids, run.queue.stream.prompts),
+        *text_notices(recipe, policy.tokenizer, eos_ids, run.queue.stream.prompts),
     ):
         say(f"note: {notice}")
 
@@ -504,7 +391,7 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
             run.state.tracker_ids = run.reporter.trackers.start(
                 run.recipe, run.folder, as_text(asdict(run.recipe)), run.state.tracker_ids
             )
-    run.generator.update_weights(run.policy, run.state.step)
+    run.generator.update_weights(run.policy.model, run.state.step)
     status, state = run.reporter.status, run.state
     status.add(steps=run.recipe.steps, first_step=state.step)
     status.before = lambda: readable(state.before) if state.before else None
@@ -540,86 +427,14 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
     return path
 
 
-def load_policy(
-    prepared: Prepared, workers: Workers, reporter: Reporter
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, VisionProcessor | None]:
-    """Returns the recipe's model, tokenizer and image processor.
-
-    A model that the recipe builds is built first. A text-only model has no image processor.
-
-    If the model is to be sharded, only the main process has weights.
-    """
-    recipe, whole = prepared.recipe, workers.is_main or not workers.runs_in_lockstep
-    path = recipe.model.path
-    if recipe.model.build is None:
-        assert path is not None, "checked when the recipe was parsed"
-    else:
+def load_policy(prepared: Prepared, workers: Workers, reporter: Reporter) -> LoadedModel:
+    """Loads the recipe's model; a model that the recipe builds is built first."""
+    recipe, path = prepared.recipe, prepared.recipe.model.path
+    if recipe.model.build is not None:
         with workers.main_first():  # the others find the main process's model
             path = str(build_model(recipe, prepared.train, prepared.sessions, reporter.console))
-    if prepared.train:
-        loading.check_trainable(recipe.model, path)
-    return load_from(path, recipe, workers, reporter, trains=bool(prepared.train), whole=whole)
-
-
-def load_from(
-    path: str, recipe: Recipe, workers: Workers, reporter: Reporter, *, trains: bool, whole: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, VisionProcessor | None]:
-    """Loads model, tokenizer and image processor from a folder or the hub.
-
-    Args:
-        trains: whether the model is trained, so that parts of it are frozen.
-        whole: False: only the model's structure is loaded.
-    """
-    model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
-    vision = None
-    try:
-        vision = loading.load_vision(recipe.model, path, tokenizer)
-    except UserError as error:  # a text-only run does not need it
-        reporter.say(f"note: {error} The model reads text only.")
-    if recipe.model.freeze and trains:
-        frozen = loading.freeze(model, recipe.model.freeze)
-        reporter.say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
-    if recipe.adapter.method != "none":
-        add_adapter(model, path, recipe, reporter.say)
-    return model, tokenizer, vision
-
-
-def unloaded_processor(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> UnloadedProcessor | None:
-    """Returns the files of an image processor that did not load; None for a text-only model."""
-    if recipe.model.path is None or not takes_images(model.config):
-        return None
-    _, path = loading.base_of(recipe.model, recipe.model.path)
-    return UnloadedProcessor(path, tokenizer)
-
-
-def may_have_images(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
-    """Returns whether a prompt has images, or a prompt that is not known yet may have some."""
-    return recipe.dataset.streaming or has_images(prompts)
-
-
-def add_adapter(
-    model: PreTrainedModel, path: str, recipe: Recipe, say: Callable[[str], None]
-) -> None:
-    """Adds the recipe's adapter, fresh or with the weights of `adapter.path`.
-
-    Args:
-        path: hub name or folder of the model.
-        say: prints a note if the adapter was trained on a model of another name.
-    """
-    if recipe.adapter.path is not None:
-        folder = Path(recipe.adapter.path).expanduser()
-        adapters.load(model, folder, trained=True)
-        base = adapters.read_json(folder).get("base_model_name_or_path")
-        if base and sources.absolute(base) != sources.absolute(path):
-            say(
-                f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "
-                f"model.path = {path}; the shapes agree, the weights may differ"
-            )
-        return
-    config = adapters.config_of(recipe.adapter, path, recipe.model.revision)
-    adapters.attach(model, config, derive_seed(recipe.seed, "adapter") % 2**32)
+    assert path is not None, "checked when the recipe was parsed"
+    return load_model(path, recipe, workers, reporter.say, trains=bool(prepared.train))
 
 
 def build_model(
@@ -673,154 +488,100 @@ def _episodes(train: Mapping[str, TrainRows], sessions: Sessions | None) -> tiny
 
 
 def make_stream(
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None,
-    reporter: Reporter,
+    prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
 ) -> data.PromptStream:
     """Returns the stream of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
-    seed, shuffle = recipe.seed, recipe.dataset.shuffle
-    say = once(reporter.say)  # every epoch reads each image again
-    is_sound = sound_images(say if recipe.dataset.bad_rows == "drop" else None)
-
+    seed, dataset = recipe.seed, recipe.dataset
+    say_once = functools.cache(say)  # every epoch reads each image again
+    is_sound = sound_images(say_once if dataset.bad_rows == "drop" else None)
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
-        template_kwargs = recipe.model.chat_template_kwargs
-        tools = environments.tools_of(prepared.sessions)
 
         def of_block(rows: data.Rows, may_be_empty: bool) -> list[Prompt]:
-            prompts, _ = data.make_prompts(
-                rows,
-                recipe.dataset,
-                tokenizer,
-                template_kwargs=template_kwargs,
-                may_be_empty=may_be_empty,
-                tools=tools,
-                vision=vision,
-                on_bad_image=on_bad_image(recipe.dataset, say),
-            )
-            return prompts
+            make = partial(prompts_of, rows, dataset, prepared, loaded, say_once)
+            return make(may_be_empty=may_be_empty)[0]
 
-        streamed = data.StreamedPrompts(stream, of_block, seed, shuffle)
+        streamed = data.StreamedPrompts(stream, of_block, seed, dataset.shuffle)
         streamed.is_sound = is_sound
         return streamed
 
     def prompts(name: str) -> list[Prompt]:
-        key = f"dataset.mixture.{name}" if name else "dataset.train"
         part = parts[name]
-        return make_prompts(key, part.rows, part.dataset, prepared, tokenizer, vision, reporter)
+        found, overlong = prompts_of(part.rows, part.dataset, prepared, loaded, say)
+        if overlong:
+            key = f"dataset.mixture.{name}" if name else "dataset.train"
+            say(
+                f"{key}: {overlong:,} of {len(part.rows.rows):,} prompts longer than "
+                f"dataset.max_prompt_tokens = {dataset.max_prompt_tokens}: dropped"
+            )
+        return found
 
     if "" in parts:
-        return data.PromptStream(prompts(""), seed, shuffle, is_sound)
+        return data.PromptStream(prompts(""), seed, dataset.shuffle, is_sound)
     mixed = data.mixed({name: (part.rows, prompts(name)) for name, part in parts.items()})
     weights = {name: part.weight for name, part in parts.items()}
-    return data.MixtureStream(mixed, weights, seed, shuffle, is_sound)
+    return data.MixtureStream(mixed, weights, seed, dataset.shuffle, is_sound)
 
 
-def make_prompts(
-    key: str,
-    rows: data.Rows,
-    dataset: Dataset,
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None,
-    reporter: Reporter,
-    *,
-    held_out: bool = False,
-) -> list[Prompt]:
-    """Makes the prompts of data rows, and prints how many are too long.
-
-    Args:
-        key: the name of the rows in messages.
-        held_out: whether the rows are for evaluation, which drops no long prompts.
-    """
-    recipe = prepared.recipe
-    prompts, overlong = data.make_prompts(
-        rows,
-        dataset,
-        tokenizer,
-        held_out=held_out,
-        template_kwargs=recipe.model.chat_template_kwargs,
-        tools=environments.tools_of(prepared.sessions),
-        vision=vision,
-        on_bad_image=on_bad_image(dataset, reporter.say),
-    )
-    if held_out:
-        prompts = [p for p in prompts if can_be_read(p, dataset, reporter.say)]
-    if overlong:
-        reporter.say(
-            f"{key}: {overlong:,} of {len(rows.rows):,} prompts longer than "
-            f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: dropped"
-        )
-    return prompts
-
-
-def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) -> bool:
-    """Returns whether all images of a held-out prompt can be decoded; called before the run starts.
+def make_tasks(
+    prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
+) -> list[tasks.Task]:
+    """Returns the recipe's benchmarks, or its held-out rows, as tasks.
 
     Raises:
         UserError: an image cannot be decoded, and dataset.bad_rows=stop.
     """
-    try:
-        for image in prompt.images:
-            image.open()
-    except ImageError as error:
-        drop = on_bad_image(dataset, say)
-        if drop is None:
-            raise UserError(f"{error} (dataset.bad_rows=drop drops the row).") from error
-        drop(str(error))
-        return False
-    return True
-
-
-def once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns a function that prints each line only once."""
-    said: set[str] = set()
-
-    def say_once(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
-
-    return say_once
-
-
-def on_bad_image(dataset: Dataset, say: Callable[[str], None]) -> data.OnBadImage | None:
-    """Returns the callback that reports a dropped row, or None if a bad image is an error."""
-    if dataset.bad_rows == "stop":
-        return None
-    return lambda message: say(f"note: {message}; the row is dropped")
-
-
-def make_tasks(
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None,
-    reporter: Reporter,
-) -> list[tasks.Task]:
-    """Returns the recipe's benchmarks, or its held-out rows, as tasks."""
     recipe = prepared.recipe
     if recipe.benchmark:
-        return tasks.of_benchmarks(recipe, prepared.benchmarks, tokenizer, vision)
+        return tasks.of_benchmarks(recipe, prepared.benchmarks, loaded.tokenizer, loaded.vision)
     found = []
     for name, held in prepared.held_out.items():
+        prompts, _ = prompts_of(held.rows, held.dataset, prepared, loaded, say, held_out=True)
+        readable = []
+        for prompt in prompts:
+            try:
+                for image in prompt.images:
+                    image.open()
+                readable.append(prompt)
+            except ImageError as error:
+                if held.dataset.bad_rows == "stop":
+                    raise UserError(f"{error} (dataset.bad_rows=drop drops the row).") from error
+                say(f"note: {error}; the row is dropped")
+        label = name or sources.short_name(recipe.dataset.eval or recipe.dataset.train or "")
         found.append(
             tasks.held_out(
-                recipe,
-                name or sources.short_name(recipe.dataset.eval or recipe.dataset.train or ""),
-                make_prompts(
-                    "dataset.eval",
-                    held.rows,
-                    held.dataset,
-                    prepared,
-                    tokenizer,
-                    vision,
-                    reporter,
-                    held_out=True,
-                ),
-                held.scorer,
-                held.accuracy,
-                is_one_of_several=bool(name),
+                recipe, label, readable, held.scorer, held.accuracy, is_one_of_several=bool(name)
             )
         )
     return found
+
+
+def prompts_of(
+    rows: data.Rows,
+    dataset: Dataset,
+    prepared: Prepared,
+    loaded: LoadedModel,
+    say: Callable[[str], None],
+    *,
+    held_out: bool = False,
+    may_be_empty: bool = False,
+) -> tuple[list[Prompt], int]:
+    """Returns the prompts of data rows, and the number of over-long ones, which are left out.
+
+    Args:
+        say: prints a line for each row that is dropped because of its images.
+        held_out: whether the rows are for evaluation, which drops no long prompts.
+        may_be_empty: whether no prompt at all is no error.
+    """
+    stops = dataset.bad_rows == "stop"
+    return data.make_prompts(
+        rows,
+        dataset,
+        loaded.tokenizer,
+        held_out=held_out,
+        template_kwargs=prepared.recipe.model.chat_template_kwargs,
+        may_be_empty=may_be_empty,
+        tools=environments.tools_of(prepared.sessions),
+        vision=loaded.vision,
+        on_bad_image=None if stops else lambda why: say(f"note: {why}; the row is dropped"),
+    )

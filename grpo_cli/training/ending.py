@@ -31,7 +31,7 @@ def finish(run: Run) -> None:
         message = f"ended after step {state.step}: {stopped.sentence}"
         run.reporter.alarmed(state.step, "stop", [Raised(stopped.rule, message)])
     if run.plan is not None:
-        run.plan.write(run.micro_batches.budget.tokens)
+        run.plan.write(run.policy.micro_batches.budget.tokens)
     saved = paths.steps_saved(run.folder)
     best = state.best_step if state.best_step in saved else None
     last = paths.shown(paths.checkpoint_path(run.folder, saved[-1])) if saved else None

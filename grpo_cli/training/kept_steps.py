@@ -47,7 +47,7 @@ def keep(run: Run, step: Step) -> None:
     if failed := next((found for found in prompts if isinstance(found, str)), None):
         run.reporter.say(f"note: step {number} is not kept for grpo replay: {failed}")
         return
-    moved = run.reference.weights_to_save if run.reference is not None else None
+    moved = run.policy.reference.weights_to_save if run.policy.reference is not None else None
     own: dict[str, Any] = {
         "carried": [[] for _ in range(run.workers.size)],  # groups for later steps
         "stream": None,
@@ -55,17 +55,17 @@ def keep(run: Run, step: Step) -> None:
         "log_history": "[]",
         ENTRY: {
             "prompts": prompts,
-            "model": run.policy.name_or_path,  # the run's initial model
+            "model": run.policy.model.name_or_path,  # the run's initial model
             "samples_from_policy": run.generator.samples_from_policy,
             "prefetch_steps": run.generator.prefetch_steps,
         },
     }
     run.checkpointer.save(
         paths.kept_path(run.folder, number),
-        Parts(run.policy, run.optimizer, moved, keeps_optimizer=step.num_updates > 1),
+        Parts(run.policy.model, run.policy.optimizer, moved, keeps_optimizer=step.num_updates > 1),
         resume.state_of(run, []) | own,
         saved_recipe.as_yaml(run.recipe),
-        run.vision or run.tokenizer,
+        run.policy.processor,
         with_model=False,
     )
 

@@ -56,9 +56,9 @@ def token_stats(
             for i, n in enumerate(lengths)
         ]
 
-    run.micro_batches.calibrate(rollouts, recipe.generation.temperature)
+    run.policy.micro_batches.calibrate(rollouts, recipe.generation.temperature)
     with inference(policy_logprobs.model):
-        return run.micro_batches.map_each(compute, rollouts, policy_logprobs)
+        return run.policy.micro_batches.map_each(compute, rollouts, policy_logprobs)
 
 
 def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
@@ -71,7 +71,7 @@ def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> 
         for r in late:
             r.old_logprobs = torch.tensor(r.completion.sampling_logprobs)
         return
-    for r, stats in zip(late, token_stats(run, recipe, run.policy_logprobs, late), strict=True):
+    for r, stats in zip(late, token_stats(run, recipe, run.policy.logprobs, late), strict=True):
         r.old_logprobs = stats.logprobs
 
 
@@ -81,7 +81,7 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
         run.generator.samples_from_policy
         and Sampling.of(recipe.generation).is_unfiltered
         and recipe.mixed_precision == "no"
-        and run.policy.dtype in (torch.float32, torch.float64)
+        and run.policy.model.dtype in (torch.float32, torch.float64)
         # These settings measure how much the two differ.
         and recipe.loss.sampling_correction == "none"
         and recipe.loss.off_policy_mask is None
@@ -90,8 +90,8 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
 
 def fill_ref_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
     """Sets the log-probabilities of the reference policy."""
-    assert run.reference is not None
-    found = token_stats(run, recipe, run.reference.logprobs, rollouts)
+    assert run.policy.reference is not None
+    found = token_stats(run, recipe, run.policy.reference.logprobs, rollouts)
     for r, stats in zip(rollouts, found, strict=True):
         r.ref_logprobs = stats.logprobs
 
@@ -121,7 +121,7 @@ def select_tokens(
     members = [(g, j, r) for g in groups for j, r in enumerate(g.rollouts) if r.loss_tokens]
     rollouts = [r for _, _, r in members]
     by_entropy = config.top_entropy < 1
-    found = token_stats(run, recipe, run.policy_logprobs, rollouts, entropy=by_entropy)
+    found = token_stats(run, recipe, run.policy.logprobs, rollouts, entropy=by_entropy)
     masks = [r.completion.sampled_mask for r in rollouts]  # tokens to select from
     if by_entropy:
         entropies = [
@@ -155,18 +155,18 @@ def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> Lo
     The count does not depend on micro-batches or on the number of processes. It costs one forward
     pass over the batch.
     """
-    experts = num_experts(run.policy.config.get_text_config(decoder=True))
+    experts = num_experts(run.policy.model.config.get_text_config(decoder=True))
     assert experts is not None, "checked when the run was built"
     temperature = recipe.generation.temperature
 
     def count(micro_batch: list[Rollout]) -> list[float]:
-        run.policy_logprobs(micro_batch, temperature)
-        routing = run.policy_logprobs.routing
+        run.policy.logprobs(micro_batch, temperature)
+        routing = run.policy.logprobs.routing
         assert routing is not None, "the policy's routers are recorded"
         return [*routing.assigned.tolist(), routing.tokens.item()]
 
-    with inference(run.policy):
-        counts = run.micro_batches.map(count, rollouts, run.policy_logprobs)
+    with inference(run.policy.model):
+        counts = run.policy.micro_batches.map(count, rollouts, run.policy.logprobs)
     columns = zip(*counts, strict=True) if counts else [[]] * (experts + 1)
     sums = run.workers.sum({str(i): math.fsum(column) for i, column in enumerate(columns)})
     *assigned, tokens = sums.values()

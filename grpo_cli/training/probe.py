@@ -37,7 +37,7 @@ def probe(run: Run) -> None:
     policy = Policy(
         recipe,
         run.workers,
-        run.tokenizer,
+        run.policy.tokenizer,
         own_logprobs(run),
         run.generator,
         run.queue.stream,
@@ -63,10 +63,9 @@ def probe(run: Run) -> None:
 
 def own_logprobs(run: Run) -> PolicyLogprobs:
     """Builds a separate, uncompiled `PolicyLogprobs`; the probe does not change the run's."""
-    workers = run.workers
     return PolicyLogprobs(
-        run.policy,
-        autocast=workers.autocast,
+        run.policy.model,
+        autocast=run.workers.autocast,
         say=lambda text: None,
-        agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,
+        agree_on=run.workers.agree,
     )

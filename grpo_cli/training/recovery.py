@@ -43,6 +43,6 @@ class Recovery:
 
     def rollback(self, run: Run) -> None:
         """Restores the last complete point."""
-        run.optimizer.zero_grad(set_to_none=True)
+        run.policy.zero_grad()
         if self.progress is None and self._before:
             run.queue.rollback(self._before)

@@ -18,13 +18,12 @@ from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import Generator
-from grpo_cli.models.memory import MicroBatchBudget
-from grpo_cli.models.micro_batches import MicroBatcher
+from grpo_cli.models.policy import Policy, load_model
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.scorer import Scorer
-from grpo_cli.training import build, prepare, resume
+from grpo_cli.training import prepare, resume
 from grpo_cli.training.kept_steps import ENTRY, KeptPrompts
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
@@ -96,14 +95,9 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
             f"{path}: the model that its run began with, {own['model']}, is gone; a kept step "
             "holds the trained weights, and the rest is read from there."
         )
-    model, tokenizer, vision = build.load_from(
-        own["model"], recipe, workers, reporter, trains=True, whole=True
-    )
-    policy_logprobs, reference, optimizer, router_coef = build.make_networks(
-        model, recipe, workers, reporter
-    )
+    loaded = load_model(own["model"], recipe, workers, reporter.say, trains=True)
     generator, interrupts = StoredCompletions(own), NoInterrupts(workers)
-    budget = MicroBatchBudget(recipe.update.tokens_per_micro_batch, reporter.say)
+    prompts = KeptPrompts(saved, loaded.vision)
     run = Run(
         stop_rules=StopRules(recipe.stop),
         recipe=recipe,
@@ -111,24 +105,14 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
         lock=None,
         workers=workers,
         interrupts=interrupts,
-        tokenizer=tokenizer,
-        policy=model,
-        policy_logprobs=policy_logprobs,
-        reference=reference,
-        micro_batches=MicroBatcher(
-            workers, interrupts, budget, optimizer, policy_logprobs, reference
-        ),
-        optimizer=optimizer,
-        scaler=workers.grad_scaler(),
+        policy=Policy.make(loaded, recipe, workers, interrupts, reporter.say),
         generator=generator,
-        queue=RolloutQueue(recipe, KeptPrompts(saved, vision), workers, generator, tokenizer),
+        queue=RolloutQueue(recipe, prompts, workers, generator, loaded.tokenizer),
         scorer=Scorer({}, [], ""),
         evaluator=None,
         reporter=reporter,
         checkpointer=Checkpointer(workers, reporter.say),
         pusher=Pusher(Recipe(), reporter.say, main=False),
-        router_coef=router_coef,
-        vision=vision,
     )
     resume.restore_state(run, path)
     if run.recovery.progress is None:

@@ -120,10 +120,10 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         | {
             "position": queue.position - sampled_again,
             "signal_share": queue.signal_share,
-            "reference_moved": run.reference is not None and run.reference.has_moved,
+            "reference_moved": run.policy.reference is not None and run.policy.reference.has_moved,
             # By process: a resumed run with other micro-batches would round differently.
-            "micro_batch_tokens": workers.gather(run.micro_batches.budget.tokens),
-            "counts_images": workers.gather(run.micro_batches.budget.counts_images),
+            "micro_batch_tokens": workers.gather(run.policy.micro_batches.budget.tokens),
+            "counts_images": workers.gather(run.policy.micro_batches.budget.counts_images),
             "cache_tokens": workers.gather(run.generator.cache_tokens),
             "modes": workers.gather(checks(run)),
             "beta": run.beta.adapted,
@@ -141,7 +141,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         "log_history": json.dumps(run.log_history or []),  # a string loads faster
         "alarms": run.reporter.alarms.to_state(),
         "stop": run.stop_rules.to_state(),
-        "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
+        "grad_scaler": run.policy.scaler.state_dict(),  # {} unless the arithmetic is float16
     }
 
 
@@ -150,7 +150,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
     entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
     state, workers = run.state, run.workers
     best, began, last = state.best_step, time.monotonic(), run.is_over
-    moved = run.reference.weights_to_save if run.reference is not None else None
+    moved = run.policy.reference.weights_to_save if run.policy.reference is not None else None
 
     def done() -> None:
         # If a new best could not be written, the old one stays.
@@ -164,13 +164,13 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
 
     run.reporter.sync()
     if run.plan is not None:
-        run.plan.write(run.micro_batches.budget.tokens)
+        run.plan.write(run.policy.micro_batches.budget.tokens)
     run.checkpointer.save(
         path,
-        Parts(run.policy, run.optimizer, moved),
+        Parts(run.policy.model, run.policy.optimizer, moved),
         entries,
         saved_recipe.as_yaml(run.recipe),
-        run.vision or run.tokenizer,
+        run.policy.processor,
         with_model=writes_model(run),
         contents=contents.as_json(run.contents),
         card=card_of(run) if workers.is_main else "",
@@ -211,7 +211,7 @@ def writes_model(run: Run) -> bool:
     when = run.recipe.checkpoint.model
     if when == "auto" and run.recipe.hub.repo is not None:
         return run.recipe.hub.strategy != "end" or run.is_over
-    size = sum(t.nbytes for t in shards.tensors_of(run.policy).values())
+    size = sum(t.nbytes for t in shards.tensors_of(run.policy.model).values())
     return when == "always" or (when == "auto" and size <= MODEL_FOLDER_UP_TO)
 
 
@@ -223,10 +223,8 @@ def expected_seconds(policy: PreTrainedModel, processes: int) -> float:
 
 def checks(run: Run) -> dict[str, dict[str, str]]:
     """Returns the results of this process's self-checks, and the machine they were made on."""
-    found = {"made": made_on(run), "policy": run.policy_logprobs.checks()}
-    if run.reference is not None:
-        found["reference"] = run.reference.logprobs.checks()
-    return found | {"generator": run.generator.checks()}
+    own = {"made": made_on(run), "generator": run.generator.checks()}
+    return own | run.policy.checks()
 
 
 def made_on(run: Run) -> dict[str, str]:
@@ -252,9 +250,7 @@ def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
             f"({', '.join(changed)}); from here on numbers may differ by rounding"
         )
         return
-    run.policy_logprobs.restore_checks(stored["policy"])
-    if run.reference is not None and "reference" in stored:
-        run.reference.logprobs.restore_checks(stored["reference"])
+    run.policy.restore_checks(stored)
     run.generator.restore_checks(stored["generator"])
 
 
@@ -380,11 +376,11 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     run.queue.position, run.queue.signal_share = stored.position, stored.signal_share
     run.queue.lengths = saved["lengths"]
     run.queue.stream.restore(saved["stream"])
-    if run.reference is not None:
-        run.reference.has_moved = stored.reference_moved
+    if run.policy.reference is not None:
+        run.policy.reference.has_moved = stored.reference_moved
     run.checkpointer.best = saved["best"]
     if scaler := saved["grad_scaler"]:
-        run.scaler.load_state_dict(scaler)
+        run.policy.scaler.load_state_dict(scaler)
     run.reporter.alarms.restore(saved["alarms"])
     run.stop_rules.restore(saved["stop"])
     run.recovery.unreported = saved["unreported"]
@@ -398,8 +394,8 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     if same_processes:
         random_streams.set_rng_state(saved["rng"][workers.rank])
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
-            run.micro_batches.budget.tokens = stored.micro_batch_tokens[workers.rank]
-            run.micro_batches.budget.counts_images = stored.counts_images[workers.rank]
+            run.policy.micro_batches.budget.tokens = stored.micro_batch_tokens[workers.rank]
+            run.policy.micro_batches.budget.counts_images = stored.counts_images[workers.rank]
         run.generator.cache_tokens = stored.cache_tokens[workers.rank]
         if before["model"]["compile"] == run.recipe.model.compile:
             restore_checks(run, stored.modes[workers.rank])
@@ -416,9 +412,10 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
     with run.workers.raise_together():  # each process reads by itself
         try:
             saved = checkpointer.load_state(path)
-            has_reference = run.reference is not None and checkpointer.has_reference(path)
-            reference = run.reference.weights if run.reference and has_reference else None
-            checkpointer.load(path, Parts(run.policy, run.optimizer, reference))
+            policy, reference = run.policy, None
+            if policy.reference is not None and checkpointer.has_reference(path):
+                reference = policy.reference.weights
+            checkpointer.load(path, Parts(policy.model, policy.optimizer, reference))
         except Exception as error:  # torn files: each format has its own errors
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             others = [paths.shown(p) for p in paths.resumable(path.parent.parent) if p != path]

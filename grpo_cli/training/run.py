@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock
@@ -20,11 +17,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation.base import Generator
-from grpo_cli.models.memory import own_part
-from grpo_cli.models.micro_batches import MicroBatcher
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
+from grpo_cli.models.policy import Policy
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
@@ -62,13 +55,7 @@ class Run:
     lock: Lock | None  # on the folder; the main process holds it
     workers: Workers
     interrupts: Interrupts
-    tokenizer: PreTrainedTokenizerBase
-    policy: PreTrainedModel
-    policy_logprobs: PolicyLogprobs
-    reference: Reference | None
-    micro_batches: MicroBatcher
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler  # loss scale, with mixed_precision=fp16
+    policy: Policy
     generator: Generator
     queue: RolloutQueue
     scorer: Scorer
@@ -81,10 +68,8 @@ class Run:
     beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
     entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
     stop_rules: StopRules = field(default_factory=lambda: StopRules(Stop()))
-    router_coef: float = 0.0  # weight of the load-balancing loss of experts
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     sessions: Sessions | None = None  # opens the environments of rollouts
-    vision: VisionProcessor | UnloadedProcessor | None = None  # None: a text-only model
     callbacks: Callbacks = field(default_factory=Callbacks)
     contents: Contents = field(default_factory=dict)  # hashes of files read; main process only
     plan: PlanRecord | None = None  # memory and time; main process only
@@ -110,16 +95,6 @@ class Run:
             rule, _, why = state.stop_reason.partition(": ")
             return Reason(rule, f"{why} ({rule})")
         return self.stop_rules.reason
-
-    def resident_bytes(self) -> int:
-        """Returns the bytes of the weights and the optimizer state that this process holds."""
-        models: list[torch.nn.Module] = [self.policy]
-        if self.reference is not None and self.recipe.adapter.method == "none":
-            models.append(self.reference.logprobs.model)
-        tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
-        for state in self.optimizer.state.values():
-            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
-        return sum(own_part(t).nbytes for t in tensors)
 
     def trainer_state(self) -> TrainerState:
         """Returns the progress of the run for reward functions that take `trainer_state`."""

@@ -87,10 +87,10 @@ class Step:
             TrainingError: the loss or the norm is not finite, or the sampler's policy was too
                 different from the trainer's (generation.max_logp_difference).
         """
-        is_scaled = self.run.scaler.get_scale() > 1  # 1 if the scaler is disabled
+        is_scaled = self.run.policy.scaler.get_scale() > 1  # 1 if the scaler is disabled
         if not (math.isfinite(measured.loss) and (math.isfinite(norm) or is_scaled)):
             cause = ""
-            if self.run.scaler.is_enabled() and math.isfinite(measured.loss):
+            if self.run.policy.scaler.is_enabled() and math.isfinite(measured.loss):
                 cause = (
                     " Gradients overflow float16 with a loss scale of 1 too: use "
                     "mixed_precision=bf16 or mixed_precision=no."
@@ -130,8 +130,8 @@ class Step:
         averages = {name: metrics[name] / len(done) for name in summed}
         norms = [norm for norm in self.progress.norms if math.isfinite(norm)]
         averages["grad_norm"] = sum(norms) / len(norms) if norms else math.nan
-        if run.scaler.is_enabled():
-            averages["loss_scale"] = run.scaler.get_scale()
+        if run.policy.scaler.is_enabled():
+            averages["loss_scale"] = run.policy.scaler.get_scale()
             averages["skipped_updates"] = float(len(done) - len(norms))
         if not run.queue.prefetch_steps:
             del metrics[STALENESS]
@@ -211,12 +211,12 @@ def begin(run: Run) -> Step:
 
 def make_clock(run: Run) -> Clock:
     """Returns the clock of a new step."""
-    stages = possible_stages(run.recipe, run.reference is not None, run.workers.size)
-    dtype = run.workers.half_type or run.policy.dtype
+    stages = possible_stages(run.recipe, run.policy.reference is not None, run.workers.size)
+    dtype = run.workers.half_type or run.policy.model.dtype
     # A CPU's peak can only be measured, and other programs would distort it.
     on_cpu = run.workers.device.type == "cpu"
     peak = math.nan if on_cpu else peak_flops(run.workers.device, dtype)
-    meter = None if run.plan is None else run.plan.meter.of_next_step(run.resident_bytes)
+    meter = None if run.plan is None else run.plan.meter.of_next_step(run.policy.resident_bytes)
     return Clock(run.workers.device, stages, peak, meter=meter)
 
 

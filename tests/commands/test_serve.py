@@ -375,6 +375,7 @@ def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.M
             half_type=None,
             main_first=nullcontext,
             console=Console(quiet=True),
+            say=print,
         )
         build.load_policy(prepared, alone, alone)
     finally:

@@ -77,9 +77,9 @@ class Allocator:
 def doubled(folder: Path, **changes: Any) -> run.Run:
     """A run in float64, so that what is the same is the same to more than a rounding."""
     live = built(folder, overwrite=True, **changes)
-    live.policy.double()
-    if live.reference is not None:
-        live.reference.logprobs.model.double()
+    live.policy.model.double()
+    if live.policy.reference is not None:
+        live.policy.reference.logprobs.model.double()
     return live
 
 
@@ -124,11 +124,11 @@ def test_a_failure_leaves_the_step_as_it_is(
     capsys.readouterr()
     live = doubled(tmp_path, **loss, update__tokens_per_micro_batch=80)
     # Micro-batches of up to 80 tokens: the first two are smaller than the third.
-    allocator = Allocator(live.policy, 50, ERRORS[error], backward=backward)
+    allocator = Allocator(live.policy.model, 50, ERRORS[error], backward=backward)
     found = one_update(live)
     assert_same_update(found, expected)
     assert allocator.failures == 1
-    assert live.micro_batches.budget.tokens == 40
+    assert live.policy.micro_batches.budget.tokens == 40
     assert max(allocator.sizes[-3:]) <= 40
     assert capsys.readouterr().out.count(SAID.format(40)) == 1
     if backward:
@@ -142,15 +142,17 @@ def test_passes_without_gradient_are_done_again_too(
     changes = {"loss__beta": 0.1, "loss__policy": "kl_cov", "loss__args": {"cov_share": 0.5}}
     expected = one_update(doubled(tmp_path, **changes))
     live = doubled(tmp_path, **changes, update__tokens_per_micro_batch=80)
-    assert live.reference is not None
+    assert live.policy.reference is not None
     in_reference = Allocator(
-        live.reference.logprobs.model, 60, without_gradient=True
+        live.policy.reference.logprobs.model, 60, without_gradient=True
     )  # ref_logprobs
-    in_policy = Allocator(live.policy, 30, ERRORS["cpu"], without_gradient=True)  # the selection
+    in_policy = Allocator(
+        live.policy.model, 30, ERRORS["cpu"], without_gradient=True
+    )  # the selection
     capsys.readouterr()
     assert_same_update(one_update(live), expected)
     assert (in_reference.failures, in_policy.failures) == (1, 1)
-    assert live.micro_batches.budget.tokens == 20
+    assert live.policy.micro_batches.budget.tokens == 20
     out = capsys.readouterr().out
     assert [out.count(SAID.format(n)) for n in (40, 20)] == [1, 1]
     assert out.count("out of memory") == 2
@@ -161,16 +163,16 @@ def test_the_budget_stays_halved_and_goes_into_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = built(tmp_path, output_dir=str(tmp_path / "limited"))
-    allocator = Allocator(live.policy, 60, backward=True)
+    allocator = Allocator(live.policy.model, 60, backward=True)
     seen: list[int | None] = []
     live.reporter.step = lambda step, *rest, write=live.reporter.step: (  # type: ignore[method-assign]
         write(step, *rest),
-        seen.append(live.micro_batches.budget.tokens),
+        seen.append(live.policy.micro_batches.budget.tokens),
     )
     train.train(live)
     live.close()
     out = capsys.readouterr().out
-    halved = live.micro_batches.budget.tokens
+    halved = live.policy.micro_batches.budget.tokens
     assert halved is not None
     assert halved <= 60
     assert seen == [halved] * 4, "the first step finds it, the others keep to it"
@@ -183,8 +185,8 @@ def test_the_budget_stays_halved_and_goes_into_the_checkpoint(
         output_dir=str(tmp_path / "limited"),
         resume=str(paths.checkpoint_path(live.folder, 2)),
     )
-    assert resumed.micro_batches.budget.tokens == halved
-    again = Allocator(resumed.policy, 60)
+    assert resumed.policy.micro_batches.budget.tokens == halved
+    again = Allocator(resumed.policy.model, 60)
     train.train(resumed)
     resumed.close()
     assert again.failures == 0
@@ -199,11 +201,11 @@ def test_the_first_rollouts_do_not_have_to_fit_all_at_once(
     # The way is checked on a few rollouts, and what a token takes is measured on them.
     expected = one_update(doubled(tmp_path))
     live = doubled(tmp_path)
-    with_gradient = Allocator(live.policy, 14, ERRORS["cuda"])
-    without = Allocator(live.policy, 14, ERRORS["cuda"], without_gradient=True)
+    with_gradient = Allocator(live.policy.model, 14, ERRORS["cuda"])
+    without = Allocator(live.policy.model, 14, ERRORS["cuda"], without_gradient=True)
     capsys.readouterr()
     assert_same_update(one_update(live), expected)
-    assert live.policy_logprobs.mode.packed
+    assert live.policy.logprobs.mode.packed
     said = capsys.readouterr().out.count("note: out of memory")
     # Of the failures of the check nothing is said: no micro-batch is smaller for them.
     assert with_gradient.failures + without.failures > said
@@ -212,7 +214,7 @@ def test_the_first_rollouts_do_not_have_to_fit_all_at_once(
 @pytest.mark.runs
 def test_a_completion_that_does_not_fit_alone_ends_the_run(tmp_path: Path) -> None:
     live = built(tmp_path)
-    allocator = Allocator(live.policy, 3, ERRORS["cpu"])
+    allocator = Allocator(live.policy.model, 3, ERRORS["cpu"])
     with pytest.raises(TrainingError, match=ONE_TOO_LONG):
         train.train(live)
     live.close()

@@ -386,7 +386,9 @@ def test_memory_is_measured_again_with_the_first_images(
         budget = MicroBatchBudget(None, said.append)
         policy_logprobs = PolicyLogprobs(loaded.model, say=pytest.fail)
         optimizer = torch.optim.SGD(loaded.model.parameters())
-        batcher = partial_run(Workers("cpu"), policy_logprobs, budget, optimizer).micro_batches
+        batcher = partial_run(
+            Workers("cpu"), policy_logprobs, budget, optimizer
+        ).policy.micro_batches
         batcher.calibrate(texts if name == "later" else some, 1.0)
         if name == "later":
             assert (budget.tokens, said) == (found["texts"], [])

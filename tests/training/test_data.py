@@ -9,6 +9,7 @@ import torch
 
 from grpo_cli import train
 from grpo_cli.errors import UserError
+from grpo_cli.models.policy import LoadedModel
 from grpo_cli.training import build, prepare
 from grpo_cli.training.run import Run
 from tests.training.test_interrupted import leaving_at, timeless
@@ -81,7 +82,9 @@ def test_rows_split_off_are_held_out_and_found_again(tmp_path: Path) -> None:
     assert "eval/accuracy" in metrics(live)[-1]
     # `grpo eval` of the run finds the same rows.
     prepared = prepare.for_evaluation(recipe(tmp_path, **split, seed=7))
-    (task,) = build.make_tasks(prepared, live.tokenizer, live.vision, live.reporter)
+    model, tokenizer = live.policy.model, live.policy.tokenizer
+    loaded = LoadedModel(model, tokenizer, None, tokenizer)
+    (task,) = build.make_tasks(prepared, loaded, print)
     assert {p.row for p in task.prompts} == held_out
     assert task.name == "rows"
 

@@ -166,7 +166,7 @@ def test_a_run_goes_on_in_the_plainer_way_it_had_to_take(tmp_path: Path) -> None
     for run in (straight, halted):
         assert isinstance(run.generator, TransformersGenerator)
         run.generator.fall_back("it is told to")
-        run.policy_logprobs.fall_back("it is told to")
+        run.policy.logprobs.fall_back("it is told to")
     quick = "each prompt once for its completions, logits in chunks"
     expected = {
         "policy": {"mode": "rows padded, logits in chunks", "checked": "images"},

@@ -43,7 +43,7 @@ def episodes() -> list[Group]:
 def test_the_tokens_of_highest_entropy_are_sampled_ones(model: PreTrainedModel) -> None:
     run, groups = run_of(model, Loss(top_entropy=0.3)), episodes()
     rollouts = groups[0].rollouts
-    stats = logprob_passes.token_stats(run, run.recipe, run.policy_logprobs, rollouts, entropy=True)
+    stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts, entropy=True)
     masks = [r.completion.sampled_mask for r in rollouts]
     entropies = torch.cat([s.entropies[m] for s, m in zip(stats, masks, strict=True)])  # type: ignore[index]
     assert len(entropies) == 22
@@ -65,7 +65,7 @@ def test_the_tokens_of_highest_covariance_are_sampled_ones(
     logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)
     rollouts = groups[0].rollouts
     masks = [r.completion.sampled_mask for r in rollouts]
-    stats = logprob_passes.token_stats(run, run.recipe, run.policy_logprobs, rollouts)
+    stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts)
     cov = token_selection.covariance(
         torch.cat([s.logprobs[m] for s, m in zip(stats, masks, strict=True)]).double(),
         torch.cat([r.advantages[m] for r, m in zip(rollouts, masks, strict=True)]).double(),

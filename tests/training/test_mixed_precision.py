@@ -21,7 +21,7 @@ pytestmark = pytest.mark.runs
 
 
 def set_scale(live: run.Run, scale: float) -> None:
-    live.scaler.load_state_dict({**live.scaler.state_dict(), "scale": scale})
+    live.policy.scaler.load_state_dict({**live.policy.scaler.state_dict(), "scale": scale})
 
 
 def overflowing(folder: Path, scale: float, **changes: Any) -> run.Run:
@@ -53,9 +53,9 @@ def test_a_step_whose_gradients_overflow_is_skipped(tmp_path: Path) -> None:
     assert torch.equal(before, weights(live))
     (line,) = metrics(live)
     assert line["skipped_updates"] == 2
-    assert line["loss_scale"] == live.scaler.get_scale() == 2.0**38
+    assert line["loss_scale"] == live.policy.scaler.get_scale() == 2.0**38
     assert "grad_norm" not in line, "there is none"
-    assert not live.optimizer.state, "Adam has counted no step"
+    assert not live.policy.optimizer.state, "Adam has counted no step"
 
 
 def test_the_scale_falls_until_training_goes_on(tmp_path: Path) -> None:
@@ -66,18 +66,18 @@ def test_the_scale_falls_until_training_goes_on(tmp_path: Path) -> None:
     taken = int(12 - sum(skipped))
     assert 0 < taken < 12
     assert metrics(live)[-1]["loss_scale"] == 2.0 ** (28 - sum(skipped))
-    assert {float(s["step"]) for s in live.optimizer.state.values()} == {float(taken)}
+    assert {float(s["step"]) for s in live.policy.optimizer.state.values()} == {float(taken)}
     assert all(("grad_norm" in m) == (m["skipped_updates"] == 0) for m in metrics(live))
 
 
 def test_gradients_that_overflow_without_a_scale_end_the_run(tmp_path: Path) -> None:
     live = built(tmp_path, mixed_precision="fp16", steps=40)
-    live.policy.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+    live.policy.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(TrainingError, match=r"step 17: the loss is .* with a loss scale of 1 too"):
         train.train(live)
     live.close()
     assert [m["skipped_updates"] for m in metrics(live)] == [1] * 16
-    assert live.scaler.get_scale() == 1
+    assert live.policy.scaler.get_scale() == 1
 
 
 def test_a_resumed_run_has_the_scale_of_the_stopped_one(
@@ -115,7 +115,7 @@ def test_the_stored_type_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixtu
         "output_dir": str(tmp_path / "auto"),
     }
     live = trained(tmp_path, **changes, steps=1)
-    assert live.policy.dtype == torch.bfloat16
+    assert live.policy.model.dtype == torch.bfloat16
     stored = yaml.safe_load((live.folder / "recipe.yaml").read_text("utf-8"))
     assert stored["model"]["dtype"] == "bfloat16"
     words = [f"recipe={live.folder / 'recipe.yaml'}", "model.dtype=auto", "resume=auto"]

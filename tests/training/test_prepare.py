@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +29,6 @@ from grpo_cli.config.schema import (
 )
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError
-from grpo_cli.images import StoredImage
-from grpo_cli.records import Prompt
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import build, prepare
 from grpo_cli.training.prepare import (
@@ -200,16 +197,6 @@ def test_the_warm_up_lists_the_tools_of_a_class() -> None:
         (tools,) = build._episodes({}, sessions).tools.values()
     assert [tool["function"]["name"] for tool in tools] == ["increment", "later"]
     assert build._episodes({}, None).tools == {"": ()}
-
-
-def test_no_images_are_made_up_for_episodes_about_texts() -> None:
-    """Sharded runs encode a small image in each micro-batch where prompts may have some."""
-    text, image = Prompt.from_ids([5]), StoredImage(b"", "")
-    recipe: Any = SimpleNamespace(dataset=SimpleNamespace(streaming=False), has_episodes=True)
-    assert not build.may_have_images(recipe, [text])
-    assert build.may_have_images(recipe, [text, dataclasses.replace(text, images=(image,))])
-    recipe.dataset.streaming = True
-    assert build.may_have_images(recipe, [text])
 
 
 def test_rows_that_a_reward_refuses_stop_a_run_or_are_left_out() -> None:

@@ -53,17 +53,17 @@ def rigged(folder: Path, answers: list[str], **changes: Any) -> Run:
         "model__build__warmup_steps": 0,
     }
     live = built(folder, **(settings | changes))
-    digits = live.tokenizer.convert_tokens_to_ids(["0", "1"])
+    digits = live.policy.tokenizer.convert_tokens_to_ids(["0", "1"])
     live.recipe.generation.logit_bias = dict.fromkeys(digits, 100.0)  # no other has a chance
     with torch.no_grad():
-        live.policy.get_output_embeddings().weight.zero_()  # tied or not: every logit is 0
-    live.generator.update_weights(live.policy, 0)
+        live.policy.model.get_output_embeddings().weight.zero_()  # tied or not: every logit is 0
+    live.generator.update_weights(live.policy.model, 0)
     return live
 
 
 def probed(live: Run, samples: int = 16) -> ProbeResult:
     policy = Policy(
-        live.recipe, live.workers, live.tokenizer, probe.own_logprobs(live), live.generator,
+        live.recipe, live.workers, live.policy.tokenizer, probe.own_logprobs(live), live.generator,
         live.queue.stream, live.scorer,
     )  # fmt: skip
     return run_probe(policy, Size(64, samples))
@@ -86,7 +86,7 @@ def test_a_model_whose_rates_are_known(tmp_path: Path) -> None:
     assert m.mismatch is not None
     # The trainer's distribution is over all tokens, the sampler's over two.
     assert m.mismatch.mean == pytest.approx(
-        torch.tensor(len(live.tokenizer) / 2).log().item(), rel=1e-4
+        torch.tensor(len(live.policy.tokenizer) / 2).log().item(), rel=1e-4
     )
 
 

@@ -38,7 +38,7 @@ def begun() -> tuple[PreTrainedModel, dict[str, dict[str, str]]]:
     """Returns a model, and what a run with it stores after its first step."""
     model, said = make(Family("llama")), list[str]()
     run = run_of(model, said)
-    run.policy_logprobs.check(make_rollouts(), 1.0)
+    run.policy.logprobs.check(make_rollouts(), 1.0)
     run.generator.generate(PROMPTS, 2, Sampling(max_tokens=3), [0, 1])
     assert said == []
     return model, resume.checks(run)
@@ -51,10 +51,10 @@ def test_nothing_is_checked_again_on_the_same_machine(monkeypatch: pytest.Monkey
     resume.restore_checks(resumed, stored)
     passes: list[int] = []
     model.base_model.register_forward_hook(lambda *_: passes.append(1))
-    resumed.policy_logprobs.check(make_rollouts(), 1.0)
+    resumed.policy.logprobs.check(make_rollouts(), 1.0)
     assert (passes, said) == ([], [])
-    assert resumed.policy_logprobs.mode.packed
-    assert resumed.policy_logprobs.kernel is not None
+    assert resumed.policy.logprobs.mode.packed
+    assert resumed.policy.logprobs.kernel is not None
     monkeypatch.setattr(TransformersGenerator, "_mismatch", lambda *_, **__: pytest.fail("again"))
     resumed.generator.generate(PROMPTS, 2, Sampling(max_tokens=3), [0, 1])
     assert resume.checks(resumed) == stored
@@ -72,5 +72,5 @@ def test_elsewhere_the_checks_are_made_again(key: str) -> None:
         "note: the self-checks are made again, since the checkpoint was written elsewhere "
         f"({key} another -> {now}); from here on numbers may differ by rounding"
     ]
-    assert not resumed.policy_logprobs.checked
+    assert not resumed.policy.logprobs.checked
     assert resumed.generator.checks() == {}

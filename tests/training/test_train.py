@@ -115,7 +115,7 @@ def metrics(live: run.Run) -> list[dict[str, Any]]:
 
 
 def weights(live: run.Run) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in live.policy.parameters()])
+    return torch.cat([p.detach().flatten() for p in live.policy.model.parameters()])
 
 
 Update = tuple[list[torch.Tensor], dict[str, float]]
@@ -133,12 +133,12 @@ def updated(live: run.Run) -> Update:
     """Gradients (kept, by an optimizer that does nothing) and metrics of a step's updates."""
     step = collect(live, live.recipe, Clock(CPU))
     rollouts = [r for g in step.groups for r in g.rollouts]
-    if live.reference is not None:
+    if live.policy.reference is not None:
         fill_ref_logprobs(live, live.recipe, rollouts)
     train.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
     gradients: list[torch.Tensor] = []
-    live.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
-        p.grad.clone() for p in live.policy.parameters()
+    live.policy.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
+        p.grad.clone() for p in live.policy.model.parameters()
     )
     return gradients, train.update_policy(live, step_with(live, step))
 
@@ -180,16 +180,16 @@ def test_groups_without_signal_are_measured_without_a_backward(tmp_path: Path) -
     tokens = sum(r.loss_tokens for r in rollouts)
     set_token_weights(live.recipe, groups, live.workers)
     batch = collate(rollouts, CPU)
-    plain = PolicyLogprobs(live.policy, packed=False, chunked=False)
+    plain = PolicyLogprobs(live.policy.model, packed=False, chunked=False)
     logprobs, entropies = plain(rollouts, 1.0, entropy=True)
     coefficients = Coefficients(0.0, 0.0, tokens)
     output = grpo_loss(live.recipe.loss, batch, logprobs, entropies, coefficients)
     output.loss.backward()  # type: ignore[no-untyped-call]
-    expected = [p.grad.clone() for p in live.policy.parameters()]
-    live.optimizer.zero_grad()
+    expected = [p.grad.clone() for p in live.policy.model.parameters()]
+    live.policy.optimizer.zero_grad()
     found: list[torch.Tensor] = []
-    live.optimizer.step = lambda *a, **k: found.extend(  # type: ignore[method-assign]
-        p.grad.clone() for p in live.policy.parameters()
+    live.policy.optimizer.step = lambda *a, **k: found.extend(  # type: ignore[method-assign]
+        p.grad.clone() for p in live.policy.model.parameters()
     )
     live.recipe.optimizer.max_grad_norm = 1e9
     entropy = train.update_policy(live, step_with(live, step))["entropy"]
@@ -398,7 +398,7 @@ def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
 def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path: Path) -> None:
     live = built(tmp_path)
     before = weights(live)
-    live.policy.model.norm.register_forward_hook(
+    live.policy.model.model.norm.register_forward_hook(
         lambda module, args, out: out * math.nan if torch.is_grad_enabled() else out
     )
     with pytest.raises(
@@ -549,8 +549,8 @@ def test_the_reference_is_refreshed(tmp_path: Path, alpha: float) -> None:
     first = weights(live)
     train.train(live)
     live.close()
-    assert live.reference is not None
-    mixed = torch.cat([p.flatten() for p in live.reference.logprobs.model.parameters()])
+    assert live.policy.reference is not None
+    mixed = torch.cat([p.flatten() for p in live.policy.reference.logprobs.model.parameters()])
     torch.testing.assert_close(mixed, alpha * weights(live) + (1 - alpha) * first)
     assert not torch.equal(weights(live), first)
 
@@ -606,8 +606,8 @@ def test_a_reference_that_has_moved_stays_where_it_is(tmp_path: Path) -> None:
 
 
 def model_weights(live: run.Run) -> list[torch.Tensor]:
-    assert live.reference is not None
-    return list(live.reference.logprobs.model.parameters())
+    assert live.policy.reference is not None
+    return list(live.policy.reference.logprobs.model.parameters())
 
 
 def test_other_prompts_make_carried_groups_useless(tmp_path: Path) -> None:

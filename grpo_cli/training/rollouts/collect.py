@@ -87,9 +87,9 @@ def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
     tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group))
     speaks = every_rollout_has_gradient(
         recipe.loss,
-        has_reference=run.reference is not None,
+        has_reference=run.policy.reference is not None,
         entropy_coef=run.entropy_bonus.value(recipe.loss),
-        router_coef=run.router_coef,
+        router_coef=run.policy.router_coef,
     )
     same = len({(o.outcome_reward, *map(tuple, o.steps.values())) for o in group}) == 1
     return 0.0 if same and not speaks else tokens
@@ -192,14 +192,14 @@ def _sample(
         groups = sampling(add)
     rollouts = [r for g in groups for r in g.rollouts]
     if run.generator.computes_here:
-        clock.count("generate", rollout_flops(run.policy, rollouts))
+        clock.count("generate", rollout_flops(run.policy.model, rollouts))
     with (
         run.interrupts.interruptible(),
         clock.waiting(),
         run.workers.raise_together(),
         clock.stage("reward"),
     ):
-        session.finish(rollouts, run.tokenizer)
+        session.finish(rollouts, run.policy.tokenizer)
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for group in groups:
         for r in group.rollouts:

@@ -214,7 +214,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     """What runs begin with."""
     live = built(tmp_path_factory.mktemp("first"))
     live.close()
-    return live.policy
+    return live.policy.model
 
 
 @pytest.fixture

@@ -1,0 +1,240 @@
+"""The policy: the model that a run trains, with all that its numbers depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_cli.config import sources
+from grpo_cli.config.schema import Recipe
+from grpo_cli.distributed.fsdp import norm_of
+from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import UserError
+from grpo_cli.models import adapters, loading, optimizers
+from grpo_cli.models.memory import MicroBatchBudget, own_part
+from grpo_cli.models.micro_batches import MicroBatcher
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.reference import AdapterReference, Reference
+from grpo_cli.models.routers import RouterRecorder, balancing_coefficient
+from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
+from grpo_cli.random_streams import derive_seed
+
+COMPILE_BACKEND = "inductor"  # torch.compile's backend; the others generate no code
+
+
+class LoadedModel(NamedTuple):
+    """A model on the host, with what turns text and images into its inputs."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vision: VisionProcessor | None  # None: the model reads text only
+    processor: Any  # saved in checkpoints: the image processor, or the tokenizer of a text model
+
+
+class Policy:
+    """The model that a run trains, with its reference and its optimizer.
+
+    Attributes:
+        logprobs: computes log-probabilities in the forward mode that has been checked.
+        reference: the reference policy; None without a KL term.
+        scaler: loss scale, with mixed_precision=fp16.
+        router_coef: weight of the load-balancing loss of experts.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        logprobs: PolicyLogprobs,
+        optimizer: torch.optim.Optimizer,
+        workers: Workers,
+        interrupts: Interrupts,
+        budget: MicroBatchBudget,
+        *,
+        reference: Reference | None = None,
+        router_coef: float = 0.0,
+        reads_images: bool = False,
+    ) -> None:
+        """Combines the parts of a policy whose model is on its device.
+
+        Args:
+            reads_images: whether the data has images.
+        """
+        self.model, self.tokenizer, vision, self.processor = loaded
+        self.logprobs, self.reference = logprobs, reference
+        self.optimizer, self.scaler = optimizer, workers.grad_scaler()
+        self.workers, self.router_coef = workers, router_coef
+        if router_coef:
+            logprobs.routers = RouterRecorder(self.model)
+        self.micro_batches = MicroBatcher(
+            workers, interrupts, budget, optimizer, logprobs, reference,
+            vision if reads_images else None,
+        )  # fmt: skip
+
+    @classmethod
+    def make(
+        cls,
+        loaded: LoadedModel,
+        recipe: Recipe,
+        workers: Workers,
+        interrupts: Interrupts,
+        say: Callable[[str], None],
+        *,
+        reads_images: bool = False,
+    ) -> Policy:
+        """Places a loaded model, and makes its reference and its optimizer. Collective.
+
+        Raises:
+            UserError: the load of the model's experts cannot be balanced with model.compile.
+        """
+        model = loaded.model
+        router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
+        if router_coef and recipe.model.compile:
+            raise UserError(
+                f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
+                "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
+            )
+        adapter = adapters.config_on(model)
+        frozen = loading.frozen_copy(model) if recipe.needs_reference and not adapter else None
+        logprobs = make_logprobs(workers.place(model), recipe, workers, say)
+        reference: Reference | None = None
+        if frozen is not None:
+            reference = Reference(make_logprobs(workers.place(frozen), recipe, workers, say))
+        elif recipe.needs_reference:
+            assert adapter is not None
+            fresh = recipe.adapter.path is None and adapters.begins_as_base(adapter)
+            reference = AdapterReference(
+                lambda entered: make_logprobs(model, recipe, workers, say, entered),
+                workers.autocast,
+                keeps_copy=recipe.loss.reference_every > 0 or not fresh,
+            )
+        budget = MicroBatchBudget(
+            recipe.update.tokens_per_micro_batch,
+            say if workers.is_main else partial(print, f"process {workers.rank}:"),
+            runs_in_lockstep=workers.runs_in_lockstep,
+        )
+        return cls(
+            loaded,
+            logprobs,
+            optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload),
+            workers,
+            interrupts,
+            budget,
+            reference=reference,
+            router_coef=router_coef,
+            reads_images=reads_images,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a micro-batch's loss."""
+        self.workers.backward(self.scaler.scale(loss))
+
+    def gradient_norm(self, largest: float | None) -> float:
+        """Sums the gradient over processes and clips it; returns the norm before clipping.
+
+        Args:
+            largest: maximum norm after clipping; None: no clipping.
+        """
+        self.workers.sum_gradients(self.model.parameters())
+        self.scaler.unscale_(self.optimizer)
+        return norm_of(self.model.parameters(), largest)
+
+    def step(self) -> None:
+        """Takes an optimizer step, unless a scaled gradient has overflowed; drops the gradient."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drops the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def resident_bytes(self) -> int:
+        """Returns the bytes of weights and optimizer state that this process holds."""
+        models = {self.model}
+        if self.reference is not None:  # an adapter's reference has the same model
+            models.add(self.reference.logprobs.model)
+        tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
+        for state in self.optimizer.state.values():
+            tensors += [v for v in state.values() if isinstance(v, Tensor)]
+        return sum(own_part(t).nbytes for t in tensors)
+
+    def checks(self) -> dict[str, dict[str, str]]:
+        """Returns the results of the forward modes' self-checks, for a checkpoint."""
+        found = {"policy": self.logprobs.checks()}
+        if self.reference is not None:
+            found["reference"] = self.reference.logprobs.checks()
+        return found
+
+    def restore_checks(self, stored: Mapping[str, Any]) -> None:
+        """Restores the results that `checks` has returned."""
+        self.logprobs.restore_checks(stored["policy"])
+        if self.reference is not None and "reference" in stored:
+            self.reference.logprobs.restore_checks(stored["reference"])
+
+
+def make_logprobs(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    workers: Workers,
+    say: Callable[[str], None],
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> PolicyLogprobs:
+    """Returns the `PolicyLogprobs` of a placed model.
+
+    Args:
+        autocast: makes the context of every forward pass; None: that of the run's mixed precision.
+    """
+    return PolicyLogprobs(
+        model,
+        compile_backend=COMPILE_BACKEND if recipe.model.compile else None,
+        autocast=autocast or workers.autocast,
+        say=say,
+        agree_on=workers.agree,
+    )
+
+
+def load_model(
+    path: str, recipe: Recipe, workers: Workers, say: Callable[[str], None], *, trains: bool
+) -> LoadedModel:
+    """Loads the recipe's model from a folder or the hub, with its adapter.
+
+    If the model is to be sharded, only the main process loads weights.
+
+    Args:
+        trains: whether the model is trained, so that parts of it are frozen.
+    """
+    if trains:
+        loading.check_trainable(recipe.model, path)
+    whole = workers.is_main or not workers.runs_in_lockstep
+    model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
+    vision = None
+    processor: Any = tokenizer
+    try:
+        vision = loading.load_vision(recipe.model, path, tokenizer)
+    except UserError as error:  # a text-only run does not need it
+        say(f"note: {error} The model reads text only.")
+        processor = UnloadedProcessor(loading.base_of(recipe.model, path)[1], tokenizer)
+    if recipe.model.freeze and trains:
+        frozen = loading.freeze(model, recipe.model.freeze)
+        say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
+    if recipe.adapter.path is not None:
+        folder = Path(recipe.adapter.path).expanduser()
+        adapters.load(model, folder, trained=True)
+        base = adapters.read_json(folder).get("base_model_name_or_path")
+        if base and sources.absolute(base) != sources.absolute(path):
+            say(
+                f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "
+                f"model.path = {path}; the shapes agree, the weights may differ"
+            )
+    elif recipe.adapter.method != "none":
+        config = adapters.config_of(recipe.adapter, path, recipe.model.revision)
+        adapters.attach(model, config, derive_seed(recipe.seed, "adapter") % 2**32)
+    return LoadedModel(model, tokenizer, vision, vision or processor)
