@@ -39,7 +39,6 @@ from grpo_cli.models.families import (
 from grpo_cli.models.kernels import choice
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.plain import Plain
-from grpo_cli.models.kernels.table import Needs
 from grpo_cli.models.loading import inference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
@@ -205,7 +204,7 @@ class PolicyLogprobs:
     def _choose_kernel(self) -> None:
         if self.modes[0].packed and self.kernel is None:
             self.kernel = choice.choose(
-                Needs.of(self.model, fsdp.device_of(self.model)),
+                choice.Needs.of(self.model, fsdp.device_of(self.model)),
                 say=self.say,
                 agree_on=self.agree_on,
             )

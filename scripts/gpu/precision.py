@@ -17,9 +17,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models.kernels import self_check
-from grpo_cli.models.kernels.self_check import relative
-from grpo_cli.models.kernels.table import TABLE, Needs
+from grpo_cli.models.kernels import choice
+from grpo_cli.models.kernels.choice import TABLE, Needs, relative
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 
@@ -106,12 +105,12 @@ def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -
     notes: list[str] = []
     for row in rows:  # the same kernel again with repeated key heads, if there is such a row
         try:
-            errors = self_check.errors_of(row.make(), needs)
+            errors = choice.errors_of(row.make(), needs)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             notes.append(str(error).splitlines()[0])
             continue
         figures: Figures = {**errors, "rows tried": len(notes) + 1}
-        return figures | verdict(max(errors.values()), self_check.TOLERANCE[dtype])
+        return figures | verdict(max(errors.values()), choice.TOLERANCE[dtype])
     return {"status": "wrong", "error": notes[0]}
 
 

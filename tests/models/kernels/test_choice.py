@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels.choice import choose
+from grpo_cli.models.kernels.choice import TABLE, Needs, Row, choose
 from grpo_cli.models.kernels.plain import Plain
-from grpo_cli.models.kernels.table import TABLE, Needs, Row
 from grpo_cli.models.kernels.varlen import RepeatedVarlen, Varlen
 from tests.conftest import CPU
 from tests.models.kernels.fakes import Calls
