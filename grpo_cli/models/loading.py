@@ -293,14 +293,13 @@ def check_embeddings(model: PreTrainedModel, path: str, prompts: Sequence[Prompt
 
 
 def check_context(
-    model: PreTrainedModel, path: str, prompts: Sequence[Prompt], max_tokens: int, knob: str
+    model: PreTrainedModel, path: str, prompts: Sequence[Prompt], max_tokens: int
 ) -> None:
     """Checks that the prompts with their completions fit into the model's context.
 
     Args:
         path: the model's path, for the message.
-        max_tokens: maximum length of a completion.
-        knob: the key that sets `max_tokens`.
+        max_tokens: generation.max_completion_tokens.
 
     Raises:
         UserError: a prompt and its completion do not fit.
@@ -311,7 +310,8 @@ def check_context(
     if isinstance(context, int) and 0 < context < longest + max_tokens:
         raise UserError(
             f"model.path = {path}: its context is {context:,} tokens, but the longest prompt has "
-            f"{longest:,} and {knob} is {max_tokens:,}; lower {knob} or dataset.max_prompt_tokens."
+            f"{longest:,} and generation.max_completion_tokens is {max_tokens:,}; lower "
+            "generation.max_completion_tokens or dataset.max_prompt_tokens."
         )
 
 

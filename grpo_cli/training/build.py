@@ -211,8 +211,8 @@ def check_fits(
     if recipe.model.path is None or recipe.model.build is not None:
         return
     loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
-    longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
-    loading.check_context(model, recipe.model.path, prompts, longest, knob)
+    longest = recipe.generation.max_completion_tokens
+    loading.check_context(model, recipe.model.path, prompts, longest)
 
 
 def with_room_for_observations(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
-from grpo_cli.config.schema import ADAM, Dataset, Recipe
+from grpo_cli.config.schema import ADAM, Dataset, Recipe, Reward
 from grpo_cli.data import images
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.environments import factory as environments
@@ -134,7 +134,12 @@ def for_training(recipe: Recipe) -> Prepared:
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
-    check_reward_datasets(recipe, train)
+    named = [name for name, reward in recipe.reward.items() if reward.datasets]
+    if named and "" in train and data.DATASET not in train[""].rows.columns:
+        raise UserError(
+            f"reward.{named[0]}.datasets: is only read with dataset.mixture, or with data that has "
+            f"a column {data.DATASET}."
+        )
     rows = sum(len(part.rows.rows) for part in train.values())
     parsing.with_steps(recipe, rows)  # some of the rows may be dropped as over-long
     executor = RewardExecutor(recipe.scoring)
@@ -160,16 +165,6 @@ def parts_of(
     """Returns all rows, each with the settings that turn them into prompts."""
     every: list[TrainRows | HeldOutRows] = [*train.values(), *held_out.values()]
     return [(part.rows, part.dataset) for part in every]
-
-
-def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> None:
-    """Raises a UserError if a reward names data sets and the rows have no column `dataset`."""
-    named = [name for name, reward in recipe.reward.items() if reward.datasets]
-    if named and "" in train and data.DATASET not in train[""].rows.columns:
-        raise UserError(
-            f"reward.{named[0]}.datasets: is only read with dataset.mixture, or with data that has "
-            f"a column {data.DATASET}."
-        )
 
 
 def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | None]:
@@ -240,21 +235,19 @@ def held_out_of(
     Raises:
         UserError: a set cannot be loaded, or does not fit its rewards.
     """
+    if recipe.benchmark:
+        return {}
     limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
-    if rows is not None and not recipe.benchmark:
-        scorer = make_scorer(recipe, rows, recipe.dataset, limit, executor)
+    if rows is not None:
+        scorer = make_scorer(recipe, recipe.reward, rows, recipe.dataset, limit, executor)
         return {"": HeldOutRows(scorable(scorer, rows, recipe.dataset), recipe.dataset, scorer)}
     found = {}
-    for name, held in recipe.dataset.held_out.items() if not recipe.benchmark else ():
+    for name, held in recipe.dataset.held_out.items():
         key = f"dataset.held_out.{name}"
         set_rows, dataset = data.load_named(held, recipe.dataset, key)
-        own = {
-            reward: config
-            for reward, config in recipe.reward.items()
-            if reward in (held.rewards or rewards_of(recipe, name))
-        }
-        judged = dataclasses.replace(recipe, reward=own)
-        scorer = make_scorer(judged, set_rows, dataset, limit, executor, f"{key}.columns")
+        wanted = held.rewards or rewards_of(recipe, name)
+        own = {reward: config for reward, config in recipe.reward.items() if reward in wanted}
+        scorer = make_scorer(recipe, own, set_rows, dataset, limit, executor, f"{key}.columns")
         set_rows = scorable(scorer, set_rows, dataset)
         found[name] = HeldOutRows(set_rows, dataset, scorer, held.accuracy)
     return found
@@ -278,15 +271,14 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         run = values_of_run(recipe, limit or recipe.generation.max_completion_tokens)
         renaming = f"benchmark.{name}.columns"
         scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
+
+        def sample(rows: data.Rows = rows, chat: bool = benchmark.chat) -> Sample:
             row, most = rows.rows[0], recipe.dataset.max_pixels
             columns = data.other_columns(row) | images.of_columns(rows, 0, row, most)
-            prompt = [{"role": "user", "content": ""}] if benchmark.chat else ""
-            try:
-                scorer.try_out(Sample(0, prompt, MADE_UP, (0,), columns))
-            except BaseException:
-                executor.close()
-                raise
+            prompt = [{"role": "user", "content": ""}] if chat else ""
+            return Sample(0, prompt, MADE_UP, (0,), columns)
+
+        try_out(scorer, sample)
         benches[name] = LoadedBenchmark(scorable(scorer, rows, recipe.dataset), scorer)
     return benches
 
@@ -303,7 +295,7 @@ def scorer_of_training(
     """
     limit = recipe.generation.max_completion_tokens
     if "" in train:
-        scorer = make_scorer(recipe, train[""].rows, recipe.dataset, limit, executor)
+        scorer = make_scorer(recipe, recipe.reward, train[""].rows, recipe.dataset, limit, executor)
         if train[""].stream is None:
             rows = scorable(scorer, train[""].rows, recipe.dataset)
             train[""] = dataclasses.replace(train[""], rows=rows)
@@ -312,11 +304,8 @@ def scorer_of_training(
     for name, part in train.items():
         own = {reward: recipe.reward[reward] for reward in rewards_of(recipe, name)}
         rows = dataclasses.replace(part.rows, columns=[*part.rows.columns, data.DATASET])
-        judged = dataclasses.replace(recipe, reward=own)
-        renaming = f"dataset.mixture.{name}.columns"
-        scorer = make_scorer(
-            judged, rows, part.dataset, limit, executor, renaming, {data.DATASET: name}
-        )
+        key, more = f"dataset.mixture.{name}.columns", {data.DATASET: name}
+        scorer = make_scorer(recipe, own, rows, part.dataset, limit, executor, key, more)
         kept = scorable(scorer, part.rows, part.dataset)
         train[name] = dataclasses.replace(part, rows=kept)
     run = values_of_run(recipe, limit)
@@ -347,6 +336,7 @@ def rewards_of(recipe: Recipe, name: str) -> list[str]:
 
 def make_scorer(
     recipe: Recipe,
+    rewards: Mapping[str, Reward],
     rows: data.Rows,
     dataset: Dataset,
     limit: int,
@@ -366,16 +356,20 @@ def make_scorer(
         UserError: a function does not exist, does not fit the data, or fails on the first row.
     """
     run = values_of_run(recipe, limit)
-    scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run, renaming)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
-        try:
-            sample = first_sample(recipe, rows, dataset, more)
-            if sample is not None:
-                scorer.try_out(sample)
-        except BaseException:
-            executor.close()
-            raise
+    scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
+    try_out(scorer, lambda: first_sample(recipe, rows, dataset, more))
     return scorer
+
+
+def try_out(scorer: Scorer, sample: Callable[[], Sample | None]) -> None:
+    """Tries each reward on a sample, once a node; ends the scorer's processes if one fails."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            if (found := sample()) is not None:
+                scorer.try_out(found)
+        except BaseException:
+            scorer.executor.close()
+            raise
 
 
 def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
@@ -652,33 +646,22 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     The paths then stay valid if a user's function changes the working folder.
     """
 
-    def absolute(source: str | None) -> str | None:
-        return None if source is None else sources.absolute(source)
+    def absolute(section: Any, *keys: str) -> Any:
+        given = {key: getattr(section, key) for key in keys}
+        changed = {key: sources.absolute(path) for key, path in given.items() if path is not None}
+        return dataclasses.replace(section, **changed)
 
+    def all_data(sections: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: absolute(section, "data") for name, section in sections.items()}
+
+    dataset = absolute(recipe.dataset, "train", "eval")
     return dataclasses.replace(
         recipe,
         output_dir=str(Path(recipe.output_dir).expanduser().absolute()),
-        model=dataclasses.replace(
-            recipe.model,
-            path=absolute(recipe.model.path),
-            chat_template=absolute(recipe.model.chat_template),
-        ),
-        adapter=dataclasses.replace(recipe.adapter, path=absolute(recipe.adapter.path)),
-        benchmark={
-            name: dataclasses.replace(b, data=absolute(b.data))
-            for name, b in recipe.benchmark.items()
-        },
+        model=absolute(recipe.model, "path", "chat_template"),
+        adapter=absolute(recipe.adapter, "path"),
+        benchmark=all_data(recipe.benchmark),
         dataset=dataclasses.replace(
-            recipe.dataset,
-            train=absolute(recipe.dataset.train),
-            eval=absolute(recipe.dataset.eval),
-            mixture={
-                name: dataclasses.replace(part, data=absolute(part.data))
-                for name, part in recipe.dataset.mixture.items()
-            },
-            held_out={
-                name: dataclasses.replace(held, data=absolute(held.data))
-                for name, held in recipe.dataset.held_out.items()
-            },
+            dataset, mixture=all_data(dataset.mixture), held_out=all_data(dataset.held_out)
         ),
     )

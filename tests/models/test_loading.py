@@ -92,10 +92,10 @@ def test_prompts_and_completions_fit_into_the_context(
     model.config.max_position_embeddings = 128
     prompts = [Prompt.from_ids([5] * n) for n in (3, 10)]
     if fits:
-        loading.check_context(model, "m", prompts, max_tokens, "generation.max_completion_tokens")
+        loading.check_context(model, "m", prompts, max_tokens)
         return
     with pytest.raises(UserError, match=r"context is 128 tokens, but the longest prompt has 10"):
-        loading.check_context(model, "m", prompts, max_tokens, "generation.max_completion_tokens")
+        loading.check_context(model, "m", prompts, max_tokens)
 
 
 @pytest.mark.parametrize("past", [0, 1])
