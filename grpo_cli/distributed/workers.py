@@ -230,6 +230,10 @@ class Workers:
         """Returns the first value that is not None in rank order, or None; collective."""
         return next((v for v in self.gather(value) if v is not None), None)
 
+    def lockstep_max(self, value: float) -> float:
+        """Returns the maximum over processes in lockstep; without lockstep, the own value."""
+        return self.max(value) if self.runs_in_lockstep else value
+
     def agree(self, reason: str | None) -> str | None:
         """Returns the first reason of any process in lockstep; without lockstep, the own one."""
         return self.first(reason) if self.runs_in_lockstep else reason

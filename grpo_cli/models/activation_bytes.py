@@ -51,13 +51,19 @@ def _slope(
     policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
 ) -> float:
     some = cut(rollouts)
-    less = _kept(policy_logprobs, some[:1], temperature)
-    slope = _per_token(_kept(policy_logprobs, some, temperature), less)
+    smaller, fewer = _kept(policy_logprobs, some[:1], temperature)
+
+    def per_token(more: Sequence[Rollout]) -> float:
+        size, tokens = _kept(policy_logprobs, more, temperature)
+        if tokens > fewer and size > smaller:
+            return (size - smaller) / (tokens - fewer)
+        return size / tokens
+
+    slope = per_token(some)
     if not some[0].prompt.images:  # `cut` puts images first
         return slope
     other = replace(some[0].prompt, row=some[0].prompt.row + 1)  # the same images, once more
-    twice = [some[0], replace(some[0], prompt=other)]
-    return max(slope, _per_token(_kept(policy_logprobs, twice, temperature), less))
+    return max(slope, per_token([some[0], replace(some[0], prompt=other)]))
 
 
 def _kept(
@@ -69,14 +75,6 @@ def _kept(
     del logprobs
     fsdp.offload(policy_logprobs.model)
     return kept(), policy_logprobs.tokens(rollouts)
-
-
-def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
-    """Returns the bytes per token from the difference of two results of `_kept`."""
-    (size, tokens), (smaller, fewer) = more, less
-    if tokens > fewer and size > smaller:
-        return (size - smaller) / (tokens - fewer)
-    return size / tokens
 
 
 @contextmanager

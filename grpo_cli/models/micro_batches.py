@@ -133,7 +133,7 @@ class MicroBatcher:
         if self.vision is not None:
             max_tokens = max(max_tokens - length(self.dummy_rollout), 1)
         own = list(policy_logprobs.micro_batches(rollouts, max_tokens))
-        most = int(self.workers.max(len(own))) if self.workers.runs_in_lockstep else len(own)
+        most = int(self.workers.lockstep_max(len(own)))
         for micro_batch in (*own, *[[self.dummy_rollout]] * (most - len(own))):
             heartbeat.beat()  # a process may be interrupted here
             if self.workers.runs_in_lockstep:  # all processes are interrupted together
@@ -147,9 +147,9 @@ class MicroBatcher:
 
         The optimizer skips a weight whose gradient is None, but not one whose gradient is 0.
         """
-        if self.vision is None or not self._any(bool(rollouts)):
+        if self.vision is None or not self.workers.lockstep_max(bool(rollouts)):
             return
-        if not self._any(has_images(r.prompt for r in rollouts)):
+        if not self.workers.lockstep_max(has_images(r.prompt for r in rollouts)):
             for p in parameters_of_images(self.policy.model):
                 p.grad = None
 
@@ -160,7 +160,7 @@ class MicroBatcher:
         """
         if self.budget.tokens is not None and all(m.checked for m in self.asked):
             has_new = has_images(r.prompt for r in rollouts)
-            if self._knows_images or not self._any(has_new):
+            if self._knows_images or not self.workers.lockstep_max(has_new):
                 return
         some = cut(rollouts)
         if self.workers.runs_in_lockstep:  # the same rollouts on every process
@@ -196,10 +196,6 @@ class MicroBatcher:
             return True
         return self.budget.counts_images and all(m.checked_images for m in self.asked)
 
-    def _any(self, is_so: bool) -> bool:
-        """Returns the flag; in lockstep, whether it is true on any process."""
-        return bool(self.workers.max(is_so)) if self.workers.runs_in_lockstep else is_so
-
     def _tokens_that_fit(self, rollouts: Sequence[Rollout], temperature: float) -> int:
         fitting = tokens_that_fit(
             self.workers.device,
@@ -208,4 +204,4 @@ class MicroBatcher:
             if self.optimizer.state
             else bytes_to_come(self.optimizer, self.workers.device),
         )
-        return -int(self.workers.max(-fitting)) if self.workers.runs_in_lockstep else fitting
+        return -int(self.workers.lockstep_max(-fitting))

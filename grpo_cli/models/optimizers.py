@@ -120,8 +120,9 @@ def check(recipe: Recipe) -> None:
             f"{where}: does not work on sharded weights (distributed = fsdp2); use "
             "distributed=ddp, or optimizer=adamw."
         )
+    of_adam = ("betas", "eps") if config.algorithm in ADAM else ()
     for name in config.args:
-        if name in {"weight_decay", *_set(config)}:  # weight decay is set per group
+        if name in ("lr", "weight_decay", *of_adam):
             raise UserError(f"optimizer.args.{name}: is set by {SET_BY[name]}.")
     try:
         found([{"params": [nn.Parameter(torch.zeros(2, 2))]}], **_arguments(config))
@@ -131,16 +132,11 @@ def check(recipe: Recipe) -> None:
         ) from error
 
 
-def _set(config: Optimizer) -> dict[str, Any]:
-    """Returns the arguments that have their own knobs."""
+def _arguments(config: Optimizer) -> dict[str, Any]:
     values: dict[str, Any] = {"lr": config.learning_rate}
     if config.algorithm in ADAM:
-        values |= {"betas": (config.betas[0], config.betas[1])}
-    return values
-
-
-def _arguments(config: Optimizer) -> dict[str, Any]:
-    return {**_set(config), **config.args}
+        values["betas"] = (config.betas[0], config.betas[1])
+    return values | config.args
 
 
 def _is_bitsandbytes(found: type) -> bool:
@@ -176,7 +172,11 @@ def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str
     Each group has `state_bytes`, the bytes of optimizer state per weight.
     """
     without_decay = set(undecayed(model, config.no_decay)) if config.weight_decay else set()
-    hidden = set(hidden_matrices(model))
+    # Muon takes the matrices except embeddings and the output head.
+    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        outer.add(id(head.weight))
+    hidden = {id(p) for p in model.parameters() if p.ndim == 2} - outer
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
@@ -216,14 +216,4 @@ def undecayed(model: nn.Module, kinds: list[str]) -> Iterator[int]:
     decayed = set(get_parameter_names(model, types, patterns))
     for name, p in model.named_parameters(remove_duplicate=False):
         if name not in decayed:
-            yield id(p)
-
-
-def hidden_matrices(model: PreTrainedModel) -> Iterator[int]:
-    """Yields the ids of the matrices that are neither an embedding nor the output head."""
-    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    if (head := model.get_output_embeddings()) is not None:
-        outer.add(id(head.weight))
-    for p in model.parameters():
-        if p.ndim == 2 and id(p) not in outer:
             yield id(p)
