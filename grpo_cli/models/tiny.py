@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -50,10 +50,20 @@ RECIPE_VERSION = 1  # part of the cache key: raise it when a change here changes
 IGNORED = -100  # label of a token without loss
 AVERAGED = 10  # number of steps whose mean loss is compared with the target
 
-Pairs = Sequence[tuple[object, object]]  # (prompt, worked solution), strings or messages
 Report = Callable[[int, float], None]  # (step, loss)
 # Maps a solution given as messages to its tokens, and to flags for the model's own tokens.
 EpisodeIds = Callable[[Sequence[Any]], tuple[list[int], list[bool]]]
+# Makes that function for a tokenizer and the tools of a row.
+Encoder = Callable[[PreTrainedTokenizerBase, conversations.Schemas], EpisodeIds]
+
+
+class Pair(NamedTuple):
+    """A prompt and its worked solution, each a string or messages."""
+
+    prompt: Any
+    solution: Any
+    tools: conversations.Schemas = ()  # listed in the prompt
+    images: Sequence[StoredImage] = ()  # of the prompt
 
 
 @dataclass(frozen=True)
@@ -65,32 +75,21 @@ class Example:
     is_trained: list[bool]  # per solution token: whether it is the model's own
 
 
-@dataclass(frozen=True)
-class Episodes:
-    """Encodes episodes, for warm-ups with multi-turn solutions."""
-
-    tools: Mapping[str, conversations.Schemas]  # tools listed in prompts, by environment
-    encoder: Callable[[PreTrainedTokenizerBase, conversations.Schemas], EpisodeIds]
-    names: Sequence[str] = ()  # environment of each pair; (): the only one, ""
-
-
 def build(
     config: Build,
-    pairs: Pairs,
+    pairs: Sequence[Pair],
     seed: int,
     report: Report,
-    episodes: Episodes | None = None,
-    images: Sequence[Sequence[StoredImage]] = (),
+    encoder: Encoder | None = None,
 ) -> Path:
     """Builds the warmed-up model, or finds it in the cache by a hash of its inputs.
 
     Args:
         config: sizes and warm-up settings.
-        pairs: (prompt, solution) of every training row.
+        pairs: the pair of every training row.
         seed: seed for the weights and the order of the rows.
         report: called after each supervised step.
-        episodes: encodes episodes; required if solutions are messages.
-        images: the images of each pair's prompt; (): no images.
+        encoder: encodes episodes; required if solutions are messages.
 
     Returns:
         The model's folder.
@@ -98,17 +97,16 @@ def build(
     facts: dict[str, Any] = {
         "recipe_version": RECIPE_VERSION,
         "build": dataclasses.asdict(config),
-        "pairs": hashlib.sha256(json.dumps(list(pairs)).encode()).hexdigest(),
+        "pairs": _digest([(pair.prompt, pair.solution) for pair in pairs]),
         "seed": seed,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     if config.vision_layers:
-        facts["images"] = tiny_vision.digest(images)
-    if episodes is not None and any(episodes.tools.values()):
-        by_name = {name: list(tools) for name, tools in episodes.tools.items()}
-        facts["tools"] = json.dumps([by_name, episodes.names] if episodes.names else by_name[""])
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        facts["images"] = tiny_vision.digest([pair.images for pair in pairs])
+    if any(pair.tools for pair in pairs):
+        facts["tools"] = _digest([list(pair.tools) for pair in pairs])
+    key = _digest(facts)[:16]
     folder = cache_dir() / "tiny" / key
     if (folder / "config.json").is_file():
         return folder
@@ -118,7 +116,7 @@ def build(
         vision = tiny_vision.processor_of(tokenizer) if config.vision_layers else None
         model = make_model(config, tokenizer)
         if config.warmup_steps:
-            rows = examples(tokenizer, pairs, episodes, vision, images)
+            rows = examples(tokenizer, pairs, encoder, vision)
             warm_up(model, config, list(rows), seed, report)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     model.save_pretrained(partial)
@@ -131,7 +129,11 @@ def build(
     return folder
 
 
-def tokenizer_of(config: Build, pairs: Pairs) -> PreTrainedTokenizerFast:
+def _digest(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_of(config: Build, pairs: Sequence[Pair]) -> PreTrainedTokenizerFast:
     """Makes the tokenizer for a model that is built from these training rows."""
     return make_tokenizer(config, [t for pair in pairs for t in _texts(pair)])
 
@@ -259,8 +261,8 @@ def _triangle(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def _texts(pair: tuple[object, object]) -> list[str]:
-    prompt, solution = pair
+def _texts(pair: Pair) -> list[str]:
+    prompt, solution, *_ = pair
     parts = [str(prompt)]
     if isinstance(prompt, list):
         parts = [conversations.text_of(m["content"]) for m in prompt]
@@ -280,33 +282,29 @@ def _call(call: Mapping[str, Any]) -> str:
 
 def examples(
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Pairs,
-    episodes: Episodes | None,
+    pairs: Sequence[Pair],
+    encoder: Encoder | None,
     vision: VisionProcessor | None = None,
-    images: Sequence[Sequence[StoredImage]] = (),
 ) -> Iterator[Example]:
     """Yields the training example of each pair."""
-    tools_of = episodes.tools if episodes is not None else {"": ()}
-    names = (episodes.names if episodes is not None else ()) or [""] * len(pairs)
-    encoders: dict[str, EpisodeIds] = {}
-    if episodes is not None:
-        encoders = {n: episodes.encoder(tokenizer, tools) for n, tools in tools_of.items()}
-    for (prompt, solution), name, own_images in zip(
-        pairs, names, images or [()] * len(pairs), strict=True
-    ):
-        tools = tools_of[name]
+    encoders: dict[int, EpisodeIds] = {}  # by the id of the tools, which many pairs share
+    for prompt, solution, tools, images in pairs:
+        text = prompt
         if isinstance(prompt, list):
-            prompt = conversations.render(tokenizer, prompt, {}, "the warm-up", tools)
-        if own_images:
+            text = conversations.render(tokenizer, prompt, {}, "the warm-up", tools)
+        if images:
             assert vision is not None, "checked when the prompts were made"
-            ids = vision.ids(str(prompt), own_images)
+            ids = vision.ids(str(text), images)
         else:
-            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         whole = replace(
-            Prompt.from_ids(ids), images=tuple(own_images), vision=vision if own_images else None
+            Prompt.from_ids(ids), images=tuple(images), vision=vision if images else None
         )
         if isinstance(solution, list):
-            yield Example(whole, *encoders[name](solution))
+            assert encoder is not None, "messages are episodes"
+            if id(tools) not in encoders:
+                encoders[id(tools)] = encoder(tokenizer, tools)
+            yield Example(whole, *encoders[id(tools)](solution))
         else:
             own = tokenizer(solution, add_special_tokens=False)["input_ids"]
             yield Example(whole, [*own, tokenizer.eos_token_id], [True] * (len(own) + 1))

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import transformers
 from rich.console import Console
@@ -38,7 +37,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
-from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.images import ImageError
 from grpo_cli.models import loading, quantization, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.policy import LoadedModel, Policy, load_model
@@ -448,43 +447,29 @@ def build_model(
     """
     build = recipe.model.build
     assert build is not None
-    pairs: list[tuple[Any, Any]] = []
-    images: list[Sequence[StoredImage]] = []
+    tools: dict[str, Schemas] = {"": ()}
+    if sessions is not None:
+        tools = {name: sessions.schemas(name) for name in sessions.spec.names}
+    by_name = sessions is not None and sessions.spec.by_name
+    pairs: list[tiny.Pair] = []
     for part in train.values() if build.warmup_steps else ():
         own = list(data.solution_pairs(part.rows, part.dataset))
         texts, reads = [prompt for prompt, _ in own], build.vision_layers > 0
         rows = data.images_of(part.rows, texts, part.dataset.max_pixels, reads_images=reads)
-        images += [() if row is None else row.images for row in rows]
-        pairs += [
-            (prompt if row is None else row.messages, solution)
-            for (prompt, solution), row in zip(own, rows, strict=True)
-        ]
+        names = part.rows.column(NAME_COLUMN) if by_name else [""] * len(own)
+        for (prompt, solution), row, name in zip(own, rows, names, strict=True):
+            given, images = (prompt, ()) if row is None else (row.messages, row.images)
+            pairs.append(tiny.Pair(given, solution, tools[str(name)], images))
     bar = Bar(console, "warm-up", build.warmup_steps)
     path = tiny.build(
         build,
         pairs,
         recipe.seed,
         lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
-        _episodes(train, sessions) if pairs else None,
-        images,
+        lambda tokenizer, tools: Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids,
     )
     bar.close()
     return path
-
-
-def _episodes(train: Mapping[str, TrainRows], sessions: Sessions | None) -> tiny.Episodes:
-    """Returns the encoder of solutions that are episodes, with the tools of each row."""
-
-    def encoder(tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> tiny.EpisodeIds:
-        return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
-
-    if sessions is None:
-        return tiny.Episodes({"": ()}, encoder)
-    tools = {name: sessions.schemas(name) for name in sessions.spec.names}
-    names = []
-    for part in train.values() if sessions.spec.by_name else ():
-        names += [str(name) for name in part.rows.column(NAME_COLUMN)]
-    return tiny.Episodes(tools, encoder, names)
 
 
 def make_stream(

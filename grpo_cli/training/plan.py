@@ -64,7 +64,8 @@ def plan_of(
     notes: list[str] = []
     rows, tokenizer = local_rows(recipe), None
     if (build := recipe.model.build) is not None:
-        pairs = list(data.solution_pairs(rows, recipe.dataset)) if rows and build.merges else []
+        read = data.solution_pairs(rows, recipe.dataset) if rows and build.merges else ()
+        pairs = [tiny.Pair(*pair) for pair in read]
         tokenizer = tiny.tokenizer_of(build, pairs)
         config = tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id)  # no vision tower
     else:

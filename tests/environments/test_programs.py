@@ -595,8 +595,8 @@ def trained(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         )  # fmt: skip
         model = tiny.make_model(build, tokenizer)
         pairs = [
-            ("6*7?", said.removesuffix(END)),
-            ("6*7?", said.removesuffix(END).replace("41", "42")),
+            tiny.Pair("6*7?", said.removesuffix(END)),
+            tiny.Pair("6*7?", said.removesuffix(END).replace("41", "42")),
         ]
         rows = list(tiny.examples(tokenizer, pairs, None))
         tiny.warm_up(model, build, rows, 0, lambda step, loss: None)

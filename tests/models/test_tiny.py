@@ -31,12 +31,12 @@ def encoder(tokenizer: PreTrainedTokenizerBase, tools: conversations.Schemas) ->
     return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
 
 
-EPISODES = tiny.Episodes({"": [MULTIPLY]}, encoder)
+PAIR = tiny.Pair(USER, EPISODE, [MULTIPLY])
 
 
 def test_a_solution_is_written_as_an_episode_would_be() -> None:
     tokenizer = tiny.make_tokenizer(BUILD, [])
-    (row,) = tiny.examples(tokenizer, [(USER, EPISODE)], EPISODES)
+    (row,) = tiny.examples(tokenizer, [PAIR], encoder)
     prompt, ids, is_trained = row.prompt.ids, row.solution, row.is_trained
     assert tokenizer.decode(prompt) == (
         "<|im_start|>tools multiply(a, b, note)<|im_end|>\n"
@@ -51,9 +51,8 @@ def test_a_solution_is_written_as_an_episode_would_be() -> None:
 
 def test_a_prompt_lists_the_tools_of_its_environment() -> None:
     tokenizer = tiny.make_tokenizer(BUILD, [])
-    pairs: list[Any] = [(USER, EPISODE[2:]), (USER, EPISODE)]
-    episodes = tiny.Episodes({"a": [MULTIPLY], "b": []}, encoder, ["b", "a"])
-    plain, with_tools = (r.prompt.ids for r in tiny.examples(tokenizer, pairs, episodes))
+    pairs = [tiny.Pair(USER, EPISODE[2:]), PAIR]
+    plain, with_tools = (r.prompt.ids for r in tiny.examples(tokenizer, pairs, encoder))
     assert "multiply" not in tokenizer.decode(plain)
     assert "multiply(a, b, note)" in tokenizer.decode(with_tools)
 
@@ -70,9 +69,8 @@ def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", spy)
     config = replace(BUILD, warmup_steps=1, warmup_batch=1)
     tokenizer = tiny.make_tokenizer(config, [])
-    pairs: list[Any] = [(USER, EPISODE)]
     model = tiny.make_model(config, tokenizer)
-    rows = list(tiny.examples(tokenizer, pairs, EPISODES))
+    rows = list(tiny.examples(tokenizer, [PAIR], encoder))
     tiny.warm_up(model, config, rows, 0, lambda step, loss: None)
     ids, is_trained = rows[0].solution, rows[0].is_trained
     expected = [tiny.IGNORED] * (len(rows[0].prompt.ids) - 1)
@@ -86,13 +84,13 @@ def test_the_cache_tells_tools_apart_and_keeps_models_without(
 ) -> None:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path))
 
-    def built(pairs: list[Any], episodes: tiny.Episodes | None) -> str:
-        return tiny.build(BUILD, pairs, 0, lambda step, loss: None, episodes).name
+    def built(pair: tiny.Pair) -> str:
+        return tiny.build(BUILD, [pair], 0, lambda step, loss: None, encoder).name
 
-    without = built([("a", "b")], None)
-    assert without == built([("a", "b")], tiny.Episodes({"": []}, encoder))
-    assert without != built([("a", "b")], EPISODES)
-    assert without != built([(USER, EPISODE)], EPISODES)
+    without = built(tiny.Pair("a", "b"))
+    assert without == built(tiny.Pair("a", "b", []))
+    assert without != built(tiny.Pair("a", "b", [MULTIPLY]))
+    assert without != built(PAIR)
 
 
 @pytest.mark.parametrize(

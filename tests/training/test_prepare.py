@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -20,14 +19,12 @@ from grpo_cli.config.schema import (
     Build,
     Dataset,
     Distributed,
-    EnvironmentSettings,
     Loss,
     Model,
     Optimizer,
     Recipe,
     Reward,
 )
-from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import build, prepare
@@ -187,16 +184,6 @@ def test_environments_are_closed_when_a_run_does_not_begin(
     with pytest.raises(UserError, match="no"):
         build.build(prepare.for_training(small_recipe(tmp_path)), ["grpo", "train"])
     assert len(closed) == 1
-
-
-@pytest.mark.programs
-def test_the_warm_up_lists_the_tools_of_a_class() -> None:
-    """As training does; without environments, a solution of messages has no tools."""
-    settings = EnvironmentSettings(path="tests.environments.samples:Counter")
-    with contextlib.closing(Sessions(settings)) as sessions:
-        (tools,) = build._episodes({}, sessions).tools.values()
-    assert [tool["function"]["name"] for tool in tools] == ["increment", "later"]
-    assert build._episodes({}, None).tools == {"": ()}
 
 
 def test_rows_that_a_reward_refuses_stop_a_run_or_are_left_out() -> None:

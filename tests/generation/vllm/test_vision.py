@@ -44,7 +44,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     build = Build(num_layers=2, warmup_steps=0, vision_layers=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "cache_dir", lambda: tmp_path_factory.mktemp("cache"))
-        folder = tiny.build(build, [("<image>How many?", "3")], 0, lambda *_: None, images=[[]])
+        folder = tiny.build(build, [tiny.Pair("<image>How many?", "3")], 0, lambda *_: None)
     return load_folder("shapes", folder)
 
 
