@@ -10,7 +10,7 @@ from grpo_cli.config import parsing
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import Policy, ProbeResult, Size, run_probe
+from grpo_cli.evaluation.probe.run import FILE, Policy, ProbeResult, default_samples, run_probe
 from grpo_cli.evaluation.probe.verdict import show
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.policy import make_logprobs
@@ -21,7 +21,6 @@ from grpo_cli.reporting.status import write_text
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared
-from grpo_cli.training.probe import FILE
 
 LEAST_SAMPLES = 16  # per prompt, unless a number is given
 
@@ -41,9 +40,9 @@ def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: boo
     with workers.raise_together():
         lock = Lock(prepared.folder) if workers.is_main else None
     try:
-        size = Size.of(recipe, prompts, samples, LEAST_SAMPLES)
         reporter = Reporter(recipe, prepared.folder, workers.is_main and not as_json)
-        result = _probe(prepared, size, workers, reporter)
+        samples = samples or default_samples(recipe, LEAST_SAMPLES)
+        result = _probe(prepared, prompts, samples, workers, reporter)
         with workers.raise_together():
             if workers.is_main:
                 write(prepared, result, reporter.console, as_json=as_json)
@@ -57,7 +56,9 @@ def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: boo
         )
 
 
-def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter) -> ProbeResult:
+def _probe(
+    prepared: Prepared, number: int, samples: int, workers: Workers, reporter: Reporter
+) -> ProbeResult:
     recipe, say = prepared.recipe, reporter.say
     with workers.raise_together():
         loaded = build.load_policy(prepared, workers, reporter)
@@ -66,30 +67,20 @@ def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter)
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(recipe, len(prompts))
     prompts += build.longest_unknown(recipe, prompts)
-    policy_logprobs = make_logprobs(workers.place(model), recipe, workers, say)
+    logprobs = make_logprobs(workers.place(model), recipe, workers, say)
     build.check_fits(recipe, model, prompts)
     episodes = build.make_episodes(prepared, loaded, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
-    for line in prepared.scorer.descriptions:
+    scorer, state = prepared.scorer, TrainerState(max_steps=recipe.steps)
+    for line in scorer.descriptions:
         say(line)
-    bar = Bar(reporter.console, "probe", size.prompts)
+    policy = Policy(
+        recipe, workers, tokenizer, logprobs, generator, stream, scorer, episodes, state
+    )
+    bar = Bar(reporter.console, "probe", number)
     try:
         generator.update_weights(model, 0)
-        return run_probe(
-            Policy(
-                recipe,
-                workers,
-                tokenizer,
-                policy_logprobs,
-                generator,
-                stream,
-                prepared.scorer,
-                episodes,
-                TrainerState(max_steps=recipe.steps),
-            ),
-            size,
-            progress=lambda done, text: bar.update(done, text),
-        )
+        return run_probe(policy, number, samples, progress=bar.update)
     finally:
         bar.close()
         generator.close()

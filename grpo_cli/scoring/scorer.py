@@ -258,6 +258,7 @@ class ScoringSession:
         self._under_way: dict[tuple[str, int], tuple[Future[CallResult], bool]] = {}
         self._samples: dict[int, Sample] = {}  # by id of the rollout
         self.counts: Counter[str] = Counter()  # metrics that are summed
+        self.errors: dict[str, str] = {}  # the first error by reward
         # Metrics that are averaged: (value, number of completions in its call).
         self.logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
 
@@ -357,9 +358,11 @@ class ScoringSession:
             end = time.monotonic() + reward.timeout * rounds + GRACE
             results = [self._awaited(reward, sample, end) for sample in samples]
             self.counts[f"rewards/{reward.name}/timeouts"] += sum(v.timed_out for v in results)
+        failed = [v.error for v in results if v.error is not None and not v.timed_out]
+        if failed:
+            self.errors.setdefault(reward.name, failed[0])
         if reward.on_error == "count":
-            failed = sum(v.error is not None and not v.timed_out for v in results)
-            self.counts[f"rewards/{reward.name}/errors"] += failed
+            self.counts[f"rewards/{reward.name}/errors"] += len(failed)
         self.counts[f"time/rewards/{reward.name}"] += sum(v.seconds for v in results)  # type: ignore[assignment]
         return results
 

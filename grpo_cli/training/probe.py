@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import Policy, Size, run_probe
+from grpo_cli.evaluation.probe.run import FILE, Policy, default_samples, run_probe
 from grpo_cli.evaluation.probe.verdict import verdict_lines
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.status import write_text
@@ -13,7 +13,6 @@ from grpo_cli.training.run import Run
 COMPLETIONS = 256
 LEAST_PROMPTS = 16
 LEAST_SAMPLES = 8  # completions per prompt
-FILE = "probe.json"
 
 
 def is_due(run: Run) -> bool:
@@ -32,20 +31,13 @@ def probe(run: Run) -> None:
         Interrupted: the run has to end first.
     """
     recipe, say = run.recipe, run.reporter.say
-    size = Size.of(recipe, LEAST_PROMPTS, None, LEAST_SAMPLES)
-    size = Size(max(LEAST_PROMPTS, COMPLETIONS // size.samples), size.samples)
+    samples = default_samples(recipe, LEAST_SAMPLES)
+    prompts = max(LEAST_PROMPTS, COMPLETIONS // samples)
     policy = Policy(
-        recipe,
-        run.workers,
-        run.policy.tokenizer,
-        own_logprobs(run),
-        run.generator,
-        run.queue.stream,
-        run.scorer,
-        run.queue.episodes,
-        run.trainer_state(),
-    )
-    result = run_probe(policy, size, interruptible=run.interrupts.interruptible)
+        recipe, run.workers, run.policy.tokenizer, own_logprobs(run), run.generator, run.queue.stream,
+        run.scorer, run.queue.episodes, run.trainer_state(),
+    )  # fmt: skip
+    result = run_probe(policy, prompts, samples, interruptible=run.interrupts.interruptible)
     with run.workers.raise_together():
         if run.workers.is_main:
             write_text(run.folder / FILE, result.as_json())

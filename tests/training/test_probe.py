@@ -11,7 +11,7 @@ import torch
 
 from grpo_cli import train
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import Policy, ProbeResult, Size, run_probe
+from grpo_cli.evaluation.probe.run import Policy, ProbeResult, run_probe
 from grpo_cli.training import probe
 from grpo_cli.training.prepare import MADE_UP
 from grpo_cli.training.run import Run
@@ -66,7 +66,7 @@ def probed(live: Run, samples: int = 16) -> ProbeResult:
         live.recipe, live.workers, live.policy.tokenizer, probe.own_logprobs(live), live.generator,
         live.queue.stream, live.scorer,
     )  # fmt: skip
-    return run_probe(policy, Size(64, samples))
+    return run_probe(policy, 64, samples)
 
 
 def test_a_model_whose_rates_are_known(tmp_path: Path) -> None:

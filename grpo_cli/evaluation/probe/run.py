@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -22,7 +21,6 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
-from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
@@ -45,9 +43,8 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed, rng_state, set_rng_state
 from grpo_cli.records import Group, Prompt, Rollout
-from grpo_cli.scoring.calls import BoundReward
 from grpo_cli.scoring.registry import TrainerState
-from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession, metrics_of
+from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
 
 STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
 MOST_SAMPLES = 64  # completions per prompt, unless more are requested
@@ -55,20 +52,13 @@ COMPARED = 32  # completions whose log-probabilities the trainer recomputes
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
 EXAMPLES = 3  # completions shown in a verdict
 SHOWN = 200  # longest text shown, in characters
+FILE = "probe.json"
 
 
-@dataclass(frozen=True)
-class Size:
-    """The number of prompts, and of completions of each."""
-
-    prompts: int
-    samples: int
-
-    @classmethod
-    def of(cls, recipe: Recipe, prompts: int, samples: int | None, least: int) -> Size:
-        """Returns the size; `samples` defaults to the group size, but to `least` or more."""
-        group = at_step(recipe, 0)[0].generation.num_generations
-        return cls(prompts, samples or max(least, min(group, MOST_SAMPLES)))
+def default_samples(recipe: Recipe, least: int) -> int:
+    """Returns the recipe's group size, at least `least` and at most MOST_SAMPLES."""
+    group = at_step(recipe, 0)[0].generation.num_generations
+    return max(least, min(group, MOST_SAMPLES))
 
 
 @dataclass(frozen=True)
@@ -108,12 +98,15 @@ class ProbeResult:
 
 def run_probe(
     policy: Policy,
-    size: Size,
+    prompts: int,
+    samples: int,
     *,
     progress: Callable[[int, str], None] = lambda done, text: None,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ProbeResult:
-    """Runs a probe of `size` completions; collective. Restores the state of every random stream.
+    """Probes `prompts` prompts with `samples` completions each; collective.
+
+    Restores the state of every random stream.
 
     Args:
         progress: called with (number of prompts done, name of the phase).
@@ -123,26 +116,42 @@ def run_probe(
         TrainingError: the engine, a sandbox or the event loop of a reward failed.
         Interrupted: the run has to end first.
     """
-    random_numbers = rng_state()
+    recipe, random_numbers = at_step(policy.recipe, 0)[0], rng_state()
     try:
         with heartbeat.inside("probe"):
-            return _run_probe(policy, size, progress, interruptible)
+            chosen = choose_prompts(recipe, policy.stream, prompts)
+            groups, session = sample_and_score(
+                policy, recipe, chosen, samples, progress, interruptible
+            )
+            gathered = policy.workers.gather((groups, session.errors))
+            counts = metrics_of([session], policy.workers)
+            every = [group for part, _ in gathered for group in part]
+            every.sort(key=lambda g: g.prompt_index)
+            mismatch = find_mismatch(policy, recipe, spread(every, COMPARED))
     finally:
         policy.scorer.executor.forget()  # training must not reuse the probe's cached rewards
         set_rng_state(random_numbers)
+    errors = {name: text for _, own in reversed(gathered) for name, text in own.items()}
+    measured = measure(recipe, every, samples, counts, errors, mismatch)
+    return ProbeResult(measured, judge(recipe, measured), every)
 
 
-def _run_probe(
+def sample_and_score(
     policy: Policy,
-    size: Size,
+    recipe: Recipe,
+    prompts: Sequence[tuple[int, Prompt]],
+    samples: int,
     progress: Callable[[int, str], None],
     interruptible: Callable[[], AbstractContextManager[None]],
-) -> ProbeResult:
-    workers = policy.workers
-    recipe = at_step(policy.recipe, 0)[0]
-    prompts = choose_prompts(recipe, policy.stream, size.prompts)
-    session = CountingSession(policy.scorer, policy.state)
-    done = 0
+) -> tuple[list[Group], ScoringSession]:
+    """Returns this process's scored groups, and the session that has scored them."""
+    workers, done = policy.workers, 0
+    session = policy.scorer.begin(policy.state)
+    # An error is a finding: it does not end the probe, whatever the recipe says.
+    session.rewards = {
+        name: dataclasses.replace(reward, on_error="count")
+        for name, reward in session.rewards.items()
+    }
 
     def arrived(rollouts: list[Rollout]) -> None:
         nonlocal done
@@ -158,55 +167,14 @@ def _run_probe(
     # Episodes run in rounds that all processes join.
     in_rounds = workers.runs_in_lockstep and episodes is not None
     with nullcontext() if in_rounds else interruptible():
-        groups = rollouter.rollouts(own, size.samples, sampling, seed, arrived)
+        groups = rollouter.rollouts(own, samples, sampling, seed, arrived)
     rollouts = [r for g in groups for r in g.rollouts]
     with interruptible(), workers.raise_together():
         session.finish(rollouts, policy.tokenizer)
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for r in rollouts:
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
-    gathered = workers.gather((groups, session.errors))
-    every = sorted(chain.from_iterable(part[0] for part in gathered), key=lambda g: g.prompt_index)
-    errors = {name: text for _, own in reversed(gathered) for name, text in own.items()}
-    # Taken from one process, so that all reach the same verdict.
-    gaps = workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0]
-    rounding, mismatch = workers.max(policy.logprobs.rounding), None
-    if gaps:
-        mismatch = Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps), rounding)
-    measured = measure(
-        recipe,
-        every,
-        size,
-        counts=metrics_of([session], workers),
-        errors=errors,
-        mismatch=mismatch,
-    )
-    return ProbeResult(measured, judge(recipe, measured), every)
-
-
-class CountingSession(ScoringSession):
-    """A scoring session that counts failures of functions, and keeps each function's first error.
-
-    Attributes:
-        errors: the first error by reward.
-    """
-
-    def __init__(self, scorer: Scorer, state: TrainerState) -> None:
-        tolerant = copy.copy(scorer)
-        tolerant.rewards = {
-            name: dataclasses.replace(reward, on_error="count")
-            for name, reward in scorer.rewards.items()
-        }
-        super().__init__(tolerant, state)
-        self.errors: dict[str, str] = {}
-
-    def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Returns a function's result for each sample."""
-        found = super().results(reward, samples)
-        errors = (r.error for r in found if r.error is not None and not r.timed_out)
-        if (first := next(errors, None)) is not None:
-            self.errors[reward.name] = first
-        return found
+    return groups, session
 
 
 def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tuple[int, Prompt]]:
@@ -233,17 +201,15 @@ def spread(groups: Sequence[Group], number: int) -> list[Rollout]:
     return list(islice(chain.from_iterable(by_sample), number))
 
 
-def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -> list[float]:
-    """Returns |trainer's - sampler's log-probability| of each sampled token of rollouts.
+def find_mismatch(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -> Mismatch | None:
+    """Returns |trainer's - sampler's log-probability| of the sampled tokens; None without any.
 
     Every process computes the same rollouts, one at a time, so that sharded models run in lockstep.
     """
-    reported = [r for r in rollouts if r.completion.ids]
     logprobs, temperature = policy.logprobs, recipe.generation.temperature
     gaps: list[float] = []
-    if not reported:
-        return gaps
-    logprobs.check(reported, temperature)
+    if reported := [r for r in rollouts if r.completion.ids]:
+        logprobs.check(reported, temperature)
     with inference(logprobs.model):
         for r in reported:
             try:
@@ -254,14 +220,15 @@ def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) ->
             gap = (found - torch.tensor(r.completion.sampling_logprobs)).abs()  # [C]
             gap = gap[r.completion.sampled_mask]
             gaps += gap[gap.isfinite()].tolist()
-    return gaps
+    gaps = policy.workers.gather(gaps)[0]  # of one process, so that all reach the same verdict
+    rounding = policy.workers.max(logprobs.rounding)
+    return Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps), rounding) if gaps else None
 
 
 def measure(
     recipe: Recipe,
     groups: Sequence[Group],
-    size: Size,
-    *,
+    samples: int,
     counts: Mapping[str, float],
     errors: Mapping[str, str],
     mismatch: Mismatch | None,
@@ -291,7 +258,7 @@ def measure(
     stops = Counter(r.completion.stop_reason for r in rollouts if r.completion.stop_reason)
     return Measured(
         prompts=len(groups),
-        samples=size.samples,
+        samples=samples,
         completions=len(rollouts),
         num_generations=recipe.generation.num_generations,
         right=right,
@@ -299,9 +266,9 @@ def measure(
         pass_rate=pass_rate([own for _, own in judged]) if judged and not is_graded else None,
         reward_mean=_mean(total),
         rates=[(row, math.fsum(own) / len(own)) for row, own in judged],
-        signal=[signal_share(prompts, n) for n in SIZES if n <= size.samples],
-        own_signal=signal_share(prompts, min(recipe.generation.num_generations, size.samples)),
-        differing=sum(without_signal(*own, size.samples) < 1 for own in prompts),
+        signal=[signal_share(prompts, n) for n in SIZES if n <= samples],
+        own_signal=signal_share(prompts, min(recipe.generation.num_generations, samples)),
+        differing=sum(without_signal(*own, samples) < 1 for own in prompts),
         is_constant=len({key for keys, _ in prompts for key in keys}) == 1,
         identical=_share(len({tuple(r.completion.ids) for r in g.rollouts}) == 1 for g in groups),
         excluded=_share(r.excluded for r in rollouts),

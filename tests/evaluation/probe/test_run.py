@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from grpo_cli.config.schema import Advantage, Generation, Loss, Recipe, Reward
-from grpo_cli.evaluation.probe.run import Size, measure, signal_key, spread
+from grpo_cli.evaluation.probe.run import measure, signal_key, spread
 from grpo_cli.evaluation.probe.verdict import Measured, Mismatch
 from grpo_cli.records import Group, Rollout
 from tests.conftest import make_group, make_rollout
@@ -47,10 +47,10 @@ def measured(groups: list[Group], recipe: Recipe = RECIPE, samples: int = 4) -> 
     return measure(
         recipe,
         groups,
-        Size(2, samples),
-        counts={"rewards/right/timeouts": 2.0, "time/rewards/right": 4.0},
-        errors={},
-        mismatch=Mismatch(0.2, 0.3, 2, 0.02),
+        samples,
+        {"rewards/right/timeouts": 2.0, "time/rewards/right": 4.0},
+        {},
+        Mismatch(0.2, 0.3, 2, 0.02),
     )
 
 
