@@ -7,10 +7,13 @@ the file. Otherwise they come from the benchmark's data, by the completion's `ro
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +37,8 @@ OWN = (
     "token_advantages", "tool_calls", "tool_errors", "tool_timeouts",
 )  # fmt: skip
 COUNTED = ("tool_calls", "tool_errors", "tool_timeouts")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem with all its completions."""
-
-    row: int  # line of the benchmark's data; if unknown, in order of appearance
-    columns: dict[str, Any]
-    samples: list[Sample]
+# Row of the benchmark's data (if unknown, in order of appearance), columns, all completions.
+Problem = tuple[int, dict[str, Any], list[Sample]]
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,7 @@ def load(
     path = find_file(path, "completions")
     samples = _of_task(load_file(path, columns, "completions"), path, name, mode)
     samples = _with_canonical_names(samples, config)
+    there = samples[0].columns
     function = registry.resolve(config.reward, f"benchmark.{name}.reward")
     needs_ids = "completion_ids" in registry.Signature.of(function).needed_standard
     if needs_ids and any(s.ids is None for s in samples):
@@ -97,35 +94,33 @@ def load(
             "column of that name; what `grpo eval` has written has one."
         )
     limits = [n for n in (config.limit, limit) if n is not None]
-    rows, is_written = None, "benchmark" in samples[0].columns
-    if all(column in samples[0].columns for column in benchmarks.needed_columns(name, config)):
+    rows = None
+    if all(column in there for column in benchmarks.needed_columns(name, config)):
         problems = _with_own_answers(samples, path, name, config)
     else:
         rows = benchmarks.load(name, dataclasses.replace(config, limit=None))
         problems = _joined(samples, rows, path, name, config, min(limits, default=None))
-    benchmarks.check_breakdown(name, config, [*problems[0].columns], str(path), "columns")
-    problems = sorted(problems, key=lambda p: p.row)
-    if limits:
-        problems = [problem for problem in problems if problem.row < min(limits)]
+    benchmarks.check_breakdown(name, config, [*problems[0][1]], str(path), "columns")
+    problems = [p for p in sorted(problems, key=itemgetter(0)) if not limits or p[0] < min(limits)]
     if not problems:
         raise UserError(f"completions = {path}: none is of the first {min(limits)} rows of {name}.")
-    found = []
-    for problem in problems:
-        first = problem.samples[0]
-        text = first.prompt or _problem_text(problem.columns, path, name, config, mode)
-        ids = _numbers(first.columns.get("prompt_ids"))
-        others = data.other_columns(problem.columns)
+    groups = []
+    for row, cells, own in problems:
+        first = own[0]
+        text = first.prompt or _problem_text(cells, path, name, config, mode)
+        others = data.other_columns(cells)
         if rows is not None:
-            others |= images.of_columns(rows, problem.row, others, max_pixels)
+            others |= images.of_columns(rows, row, others, max_pixels)
         pictures = first.images or tuple(images.in_columns(others))
-        prompt = Prompt(problem.row, ids, text, others, prefill=first.prefill, images=pictures)
-        rollouts = [_rollout(prompt, sample) for sample in problem.samples]
-        found.append(Group(problem.row, prompt, rollouts))
+        ids = _numbers(first.columns.get("prompt_ids"))
+        prompt = Prompt(row, ids, text, others, prefill=first.prefill, images=pictures)
+        groups.append(Group(row, prompt, [_rollout(prompt, sample) for sample in own]))
+    ends = [s.columns.get("finish_reason") for _, _, own in problems for s in own]
     return StoredGroups(
-        groups=found,
+        groups=groups,
         rows=None if rows is None else min([len(rows.rows), *limits]),
-        ends_known=all(s.columns.get("finish_reason") for p in problems for s in p.samples),
-        is_benchmark=rows is not None or is_written,
+        ends_known=all(ends),
+        is_benchmark=rows is not None or "benchmark" in there,
     )
 
 
@@ -218,30 +213,29 @@ def _with_own_answers(
     samples: Sequence[Sample], path: Path, name: str, config: Benchmark
 ) -> list[Problem]:
     """Builds problems whose gold answers are in the file of completions."""
-    for column in benchmarks.gold_columns(name, config):
-        for sample in samples:
-            if benchmarks.is_missing(sample.columns.get(column)):
-                raise UserError(
-                    f"completions = {path}, row {sample.row}: the column {column!r}, which the "
-                    f"reward {config.reward} needs, is null or empty."
-                )
+    gold = benchmarks.gold_columns(name, config)
+    for column, sample in itertools.product(gold, samples):
+        if benchmarks.is_missing(sample.columns.get(column)):
+            raise UserError(
+                f"completions = {path}, row {sample.row}: the column {column!r}, which the "
+                f"reward {config.reward} needs, is null or empty."
+            )
     problems = []
     for number, group in enumerate(_by_problem(samples, path)):
         first = group[0]
-        for column in benchmarks.gold_columns(name, config):
-            for other in group:
-                if other.columns.get(column) != first.columns.get(column):
-                    raise UserError(
-                        f"completions = {path}: rows {first.row} and {other.row} are of one "
-                        f"problem and have different {column!r}."
-                    )
+        for column, other in itertools.product(gold, group):
+            if other.columns.get(column) != first.columns.get(column):
+                raise UserError(
+                    f"completions = {path}: rows {first.row} and {other.row} are of one problem "
+                    f"and have different {column!r}."
+                )
         row = _cell(first, "row", path) if _has(first, "row") else number
         columns = {
-            name: cell
-            for name, cell in first.columns.items()
-            if name not in OWN and not name.startswith(("rewards/", "extras/"))
+            column: cell
+            for column, cell in first.columns.items()
+            if column not in OWN and not column.startswith(("rewards/", "extras/"))
         }
-        problems.append(Problem(row, columns, group))
+        problems.append((row, columns, group))
     return problems
 
 
@@ -259,32 +253,27 @@ def _joined(
         UserError: the row of a completion cannot be determined.
     """
     keys = ("row", "id") if "id" in rows.columns else ("row",)
-    key = next((key for key in keys if _has(samples[0], key)), None)
+    key, total = next((key for key in keys if _has(samples[0], key)), None), len(rows.rows)
     by_id = _rows_by_id(rows, path) if key == "id" else {}  # first: equal ids look like one problem
     groups = _by_problem(samples, path)
-    if key == "row":
-        numbers = [_cell(group[0], "row", path) for group in groups]
-    elif key == "id":
-        numbers = [by_id.get(str(_cell(group[0], "id", path)), -1) for group in groups]
-    elif len(groups) in (len(rows.rows), min(limit or len(rows.rows), len(rows.rows))):
-        numbers = [*range(len(groups))]
-    else:
-        needed = benchmarks.needed_columns(name, config)
+    if key is None and len(groups) not in (total, min(limit or total, total)):
+        needed = benchmarks.needed_columns(name, config)[0]
         raise UserError(
-            f"completions = {path}: has no column {needed[0]!r}, and neither `row` nor `id` to "
-            f"find it by in {rows.source}, which has {len(rows.rows):,} rows for the "
-            f"{len(groups):,} problems here. Name one with columns.{needed[0]}=NAME, "
-            "columns.row=NAME or columns.id=NAME."
+            f"completions = {path}: has no column {needed!r}, and neither `row` nor `id` to find "
+            f"it by in {rows.source}, which has {total:,} rows for the {len(groups):,} problems "
+            f"here. Name one with columns.{needed}=NAME, columns.row=NAME or columns.id=NAME."
         )
     problems = []
-    for number, group in zip(numbers, groups, strict=True):
+    for number, group in enumerate(groups):
         first = group[0]
-        if not 0 <= number < len(rows.rows):
-            assert key is not None, "in order, each problem has a row"
-            raise UserError(
-                f"completions = {path}, row {first.row}: {key} is {first.columns[key]!r}; "
-                f"{rows.source} has no such row."
-            )
+        if key is not None:
+            cell = _cell(first, key, path)
+            number = cell if key == "row" else by_id.get(str(cell), -1)
+            if not 0 <= number < total:
+                raise UserError(
+                    f"completions = {path}, row {first.row}: {key} is {first.columns[key]!r}; "
+                    f"{rows.source} has no such row."
+                )
         row = rows.rows[number]
         said, meant = first.columns.get("question"), row.get("question")
         if said is not None and meant is not None and str(said).split() != str(meant).split():
@@ -292,7 +281,7 @@ def _joined(
                 f"completions = {path}, row {first.row}: the question is not that of row {number} "
                 f"of {rows.source}."
             )
-        problems.append(Problem(number, dict(row), group))
+        problems.append((number, dict(row), group))
     return problems
 
 
@@ -338,14 +327,12 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
     from grpo_cli.records import Completion, Rollout, Turn
 
     columns, episode = sample.columns, sample.episode
-    ids = _numbers(sample.ids)
-    logprobs = _numbers(columns.get("sampling_logprobs"))
-    sampled = _numbers(columns.get("sampled"))
-    found = {name: columns.get(name) for name in COUNTED}
-    counts: dict[str, Any] = {name: n for name, n in found.items() if isinstance(n, int)}
-    of_episode: dict[str, Any] = {}
+    ids, logprobs, sampled = map(
+        _numbers, (sample.ids, columns.get("sampling_logprobs"), columns.get("sampled"))
+    )
+    facts: dict[str, Any] = {n: columns[n] for n in COUNTED if isinstance(columns.get(n), int)}
     if episode is not None:
-        of_episode = {
+        facts |= {
             "messages": tuple(episode["messages"]),
             "turns": tuple(Turn(**turn) for turn in episode["turns"]),
             "stop_reason": episode["stop_reason"],
@@ -357,8 +344,7 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
         logprobs if len(logprobs) == len(ids) else [0.0] * len(ids),
         "length" if columns.get("finish_reason") == "length" else "stop",
         is_sampled=sampled if sampled and len(sampled) == len(ids) else None,
-        **counts,
-        **of_episode,
+        **facts,
     )
     return Rollout(prompt, completion, sample.text)
 
@@ -366,8 +352,6 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
 def _numbers(cell: Iterable[Any] | str | None) -> list[Any]:
     """Parses a list of numbers, which CSV files hold as text; [] without any."""
     if isinstance(cell, str):
-        try:
+        with contextlib.suppress(ValueError):
             cell = json.loads(cell)
-        except ValueError:
-            return []
     return list(cell) if isinstance(cell, (list, tuple)) else []
