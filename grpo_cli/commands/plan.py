@@ -61,23 +61,22 @@ def main(argv: list[str]) -> None:
     settings = parse(Settings, own)
 
     def task(cfg: DictConfig) -> None:
-        from grpo_cli.planning.plan import text_of
+        from grpo_cli.planning import plan as planning
         from grpo_cli.reporting.run_folder import RunFolder
         from grpo_cli.training import prepare
         from grpo_cli.training.plan import plan_of
 
         recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
-        planned = plan_of(recipe, **asdict(settings))
-        stored = RunFolder(Path(recipe.output_dir)).plan() or {}
-        measured = stored.get("measured")
+        plan, notes = plan_of(recipe, **asdict(settings))
+        changes = planning.changes(plan)
+        measured = (RunFolder(Path(recipe.output_dir)).plan() or {}).get("measured")
         if not as_json:
-            print(text_of(planned.plan, planned.changes, planned.notes, measured), end="")
+            print(planning.text_of(plan, changes, notes, measured), end="")
             return
-        changes = [
-            {"set": c.words, "peak": round(c.plan.peak), "fits": c.plan.fits}
-            for c in planned.changes
+        listed = [
+            {"set": c.words, "peak": round(c.plan.peak), "fits": c.plan.fits} for c in changes
         ]
-        also = {"recipe": recipe.recipe, "changes": changes, "notes": planned.notes}
-        print(json.dumps(planned.plan.as_json() | also | {"measured": measured}, indent=2))
+        also = {"recipe": recipe.recipe, "changes": listed, "notes": notes, "measured": measured}
+        print(json.dumps(plan.as_json() | also, indent=2))
 
     compose_and_call([*rest, *options], task)

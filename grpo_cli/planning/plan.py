@@ -115,10 +115,12 @@ class Change:
 
 
 def changes(plan: Plan) -> list[Change]:
-    """Returns single changes that lower the peak, those that fit first.
+    """Returns changes that lower the peak of a plan that does not fit, those that fit first.
 
     If no single change fits, the combination of the best ones comes first.
     """
+    if plan.fits:
+        return []
     found = sorted(single_changes(plan), key=lambda c: (not c.plan.fits, c.plan.peak))
     if not found or found[0].plan.fits:
         return found

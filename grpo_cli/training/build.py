@@ -174,7 +174,7 @@ def assemble(
         contents=read,
     )
     if workers.is_main:
-        run.plan = PlanRecord.of(folder, recipe, model.config, workers, prompts)
+        run.plan = PlanRecord(folder, recipe, model.config, workers, prompts)
     describe(run)
     if prepared.note is not None:
         reporter.say(f"note: {prepared.note}")

@@ -52,7 +52,6 @@ def finish(run: Run) -> None:
         "num_tokens": state.num_tokens,
         "processes": run.workers.size,
         "device": str(run.workers.device),
-        "plan": run.plan.short() if run.plan is not None else None,
         "machine": machine(run.workers.device),
         "versions": versions(),
     }

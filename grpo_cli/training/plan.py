@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.models import loading, tiny
 from grpo_cli.planning import devices
 from grpo_cli.planning.memory import Job, Lengths
-from grpo_cli.planning.plan import Change, Plan, changes, predict, rounded
+from grpo_cli.planning.plan import Plan, predict, rounded
 from grpo_cli.planning.sizes import sizes_of
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.memory_meter import MemoryMeter
@@ -35,23 +35,14 @@ SOME_ROWS = 200  # rows whose prompts are measured
 STEPS = 200  # newest steps of a run that the statistics cover
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan with its assumptions, and changes that would lower its peak."""
-
-    plan: Plan
-    changes: list[Change]
-    notes: list[str]
-
-
 def plan_of(
     recipe: Recipe,
     gpu: str | None = None,
     gpus: int = 1,
     mean_tokens: float | None = None,
     prompt_tokens: int | None = None,
-) -> Planned:
-    """Returns the plan of a recipe, without loading a model.
+) -> tuple[Plan, list[str]]:
+    """Returns the plan of a recipe and notes on its assumptions, without loading a model.
 
     Args:
         gpu: name or GB of a GPU; None: this machine.
@@ -84,8 +75,7 @@ def plan_of(
     longest = recipe.generation.max_completion_tokens
     lengths = Lengths(prompt, min(mean_tokens or longest, longest), longest)
     plan = predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths))
-    found = changes(plan) if not plan.fits else []
-    return Planned(plan, found, [*notes, *left_out(plan)])
+    return plan, [*notes, *left_out(plan)]
 
 
 def config_of(recipe: Recipe) -> PretrainedConfig:
@@ -163,7 +153,6 @@ def left_out(plan: Plan) -> list[str]:
     return found
 
 
-@dataclass
 class PlanRecord:
     """This process's measurements of a run's memory and time, with the plan beside them.
 
@@ -172,35 +161,21 @@ class PlanRecord:
     with the reason if the model cannot be planned.
     """
 
-    path: Path
-    recipe: Recipe
-    config: PretrainedConfig
-    device: devices.Device
-    processes: int
-    prompt_tokens: float
-    meter: MemoryMeter
-    metrics: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=STEPS))
-    written: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         folder: Path,
         recipe: Recipe,
         config: PretrainedConfig,
         workers: Workers,
         prompts: Sequence[Prompt],
-    ) -> PlanRecord:
-        """Returns the record of a new run."""
+    ) -> None:
         dtype = getattr(torch, recipe.arithmetic_dtype)
-        device = devices.of_machine(workers.device, dtype)
-        mean = statistics.fmean(len(p.ids) for p in prompts)
-        meter = MemoryMeter(workers.device)
-        return cls(folder / NAME, recipe, config, device, workers.size, mean, meter)
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Keeps the metrics of a step."""
-        self.metrics.append(metrics)
+        self.path, self.recipe, self.config = folder / NAME, recipe, config
+        self.device = devices.of_machine(workers.device, dtype)
+        self.processes = workers.size
+        self.prompt_tokens = statistics.fmean(len(p.ids) for p in prompts)
+        self.meter = MemoryMeter(workers.device)
+        self.metrics: deque[Mapping[str, float]] = deque(maxlen=STEPS)  # of the newest steps
 
     def write(self, micro_tokens: int | None) -> None:
         """Writes plan.json once a step is complete; a full disk does not end the run.
@@ -217,21 +192,15 @@ class PlanRecord:
             max(measured["longest_tokens"], 1),
             measured["signal"],
         )
-        self.written = {"measured": measured}
+        written: dict[str, Any] = {"measured": measured}
         try:
             sizes = sizes_of(self.config, self.recipe)
             plan = predict(Job(self.recipe, sizes, self.device, self.processes, lengths))
-            self.written["predicted"] = plan.as_json()
+            written["predicted"] = plan.as_json()
         except Exception as error:  # from a model's own code, which must not end the run
-            self.written["unpredicted"] = f"{type(error).__name__}: {error}"
+            written["unpredicted"] = f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            write_text(self.path, json.dumps(self.written, indent=2) + "\n")
-
-    def short(self) -> dict[str, Any]:
-        """Returns prediction and measurement in short, for summary.json."""
-        names = ("peak", "peak_stage", "step_seconds", "run_seconds")
-        sides = {s: found for s, found in self.written.items() if s in ("predicted", "measured")}
-        return {side: {n: found[n] for n in names} for side, found in sides.items()}
+            write_text(self.path, json.dumps(written, indent=2) + "\n")
 
     def _measured(self, micro_tokens: int | None) -> dict[str, Any]:
         steps = list(self.metrics)

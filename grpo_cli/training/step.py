@@ -178,7 +178,7 @@ class Step:
         run.reporter.step(number, self.metrics)
         run.reporter.alarmed(number, "alarm", raised)
         if run.plan is not None:
-            run.plan.add(self.metrics)
+            run.plan.metrics.append(self.metrics)
         if run.log_history is not None:  # times differ by process: all keep the main one's
             line = metrics_line(number, self.metrics)
             run.log_history.append(run.workers.gather(line)[0])
