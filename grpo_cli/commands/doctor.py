@@ -19,15 +19,12 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import psutil
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
 
 import grpo_cli
@@ -36,7 +33,7 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import compose_and_call, error_message, given_keys, recipe_files
+from grpo_cli.config.compose import compose_and_call, given_keys, recipe_files
 from grpo_cli.config.interpolation import SECRET, publishable
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, recipe_key
@@ -101,7 +98,7 @@ def main(argv: list[str]) -> None:
             hint = nearest(recipe_key(word), RECIPE_KEYS)
             raise UserError(f"grpo doctor: {word}: is no key of a recipe.{hint}")
     recipe = composed(argv) if argv else None
-    folder = Path(recipe.output_dir if isinstance(recipe, Recipe) else "outputs")
+    folder = Path("outputs" if recipe is None else recipe.output_dir)
     print(" ".join(["grpo doctor", *argv]) + time.strftime(", %Y-%m-%d %H:%M %z"))
     sections: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": versions,
@@ -287,12 +284,8 @@ def _run(program: str) -> tuple[list[str], str]:
 # The recipes.
 
 
-def recipes(recipe: Recipe | Finding | None) -> Iterator[Finding]:
-    """Yields the missing parts of the given recipe, or one finding for each shipped recipe.
-
-    Args:
-        recipe: the given recipe, or the mistake in it; None: all shipped recipes.
-    """
+def recipes(recipe: Recipe | None) -> Iterator[Finding]:
+    """Yields the missing parts of the given recipe, or one finding for each shipped recipe."""
     if recipe is not None:
         yield from lacks(recipe) or [Finding("recipe", "nothing is missing")]
         return
@@ -302,28 +295,17 @@ def recipes(recipe: Recipe | Finding | None) -> Iterator[Finding]:
         yield Finding(path.stem, said, NOTE if found else OK)
 
 
-def composed(words: Sequence[str]) -> Recipe | Finding:
-    """Returns the checked recipe of a command line, or the mistake in it."""
+def composed(words: list[str]) -> Recipe:
+    """Returns the checked recipe of a command line."""
     found: list[Recipe] = []
-
-    def task(cfg: DictConfig) -> None:
-        found.append(parsing.parse(cfg, given_keys(cfg)))
-
-    try:
-        compose_and_call([*words], task)
-    except UserError as error:
-        return Finding("recipe", str(error), BROKEN)
-    except (HydraException, OmegaConfBaseException) as error:
-        return Finding("recipe", error_message(error), BROKEN)
+    compose_and_call(words, lambda cfg: found.append(parsing.parse(cfg, given_keys(cfg))))
     return found[0]
 
 
-def lacks(recipe: Recipe | Finding) -> list[Finding]:
+def lacks(recipe: Recipe) -> list[Finding]:
     """Returns the findings on missing requirements of a recipe on this machine. Loads no model."""
     import torch
 
-    if isinstance(recipe, Finding):
-        return [recipe]
     found = [*_refusals(recipe)]
     on_cpu = recipe.device in ("auto", "cpu") and not torch.cuda.is_available()
     if on_cpu and recipe.mixed_precision != "no":

@@ -254,13 +254,6 @@ def judge_facts(settings: Settings, reports: Mapping[int, Facts]) -> Iterator[st
         yield from (f"{nodes[rank]}: {problem}" for problem in facts["problems"])
 
 
-def judge_sums(settings: Settings, sums: Mapping[int, str]) -> Iterator[str]:
-    """Yields the problems of the sums over all nodes."""
-    for rank, name in enumerate(settings.names):
-        if problem := sums.get(rank, "has not come back from the sum over all nodes"):
-            yield f"{name}: {problem}"
-
-
 def _named(names: Sequence[str]) -> str:
     """Returns `a, b and 5 more`."""
     if len(names) > 4:
@@ -354,7 +347,10 @@ def lead(settings: Settings) -> None:
     put(store, "sums", sums)
     if sums:
         found = {0: sum_over_nodes(settings, store)}
-        problems += judge_sums(settings, found | gather(store, "sum", others, settings.left - 1))
+        found |= gather(store, "sum", others, settings.left - 1)
+        lost = "has not come back from the sum over all nodes"
+        said = {name: found.get(rank, lost) for rank, name in enumerate(settings.names)}
+        problems += [f"{name}: {problem}" for name, problem in said.items() if problem]
     put(store, "verdict", len(problems))
     gather(store, "left", sorted(reports)[1:], min(3.0, settings.left))
     for problem in problems:
