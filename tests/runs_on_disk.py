@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.reporting.reporter import completion_row, write_parquet
 from tests.conftest import make_group, make_rollout
+from tests.report_runs import line
 
 NOW = 1_800_000_000.0  # unix time of the status
 
@@ -18,7 +18,7 @@ def write_run(folder: Path, *, steps: int = 400, done: int = 120, **status: Any)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = f"recipe: tiny\nsteps: {steps}\neval:\n  every: 40\n  at_end: true\n"
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    lines = [json.dumps(metrics(step)) + "\n" for step in range(1, done + 1)]
+    lines = [json.dumps(line(step, steps)) + "\n" for step in range(1, done + 1)]
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     alarms = [{"step": s, "kind": "alarm", "name": "entropy", "message": f"entropy fell to 0.{s}"}
               for s in (30, 90)]  # fmt: skip
@@ -35,26 +35,6 @@ def write_run(folder: Path, *, steps: int = 400, done: int = 120, **status: Any)
     }  # fmt: skip
     (folder / "status.json").write_text(json.dumps(written | status), encoding="utf-8")
     return folder
-
-
-def metrics(step: int) -> dict[str, Any]:
-    """Returns a line of metrics.jsonl with many of the keys that a run writes."""
-    wave = math.sin(step / 15)
-    line: dict[str, Any] = {
-        "step": step, "reward": 0.5 + 0.4 * wave, "completions/mean_length": 40.0 + step % 9,
-        "grad_norm": 1.5 + wave, "step_time": 2.0, "tokens_per_second": 5120.0,
-        "time/generate": 1.0, "time/reward": 0.06, "time/forward_backward": 0.5,
-        "time/optimizer": 0.1, "time/weights": 0.04, "time/idle": 0.2,
-        "mfu/forward_backward": 0.314, "rewards/exact/mean": 0.4, "rewards/format/mean": 0.9,
-        "loss": 0.0, **{f"other/{i}": float(i) for i in range(30)},
-    }  # fmt: skip
-    if step % 10 == 0:
-        line["entropy"] = 2.0 - step / 1000
-    if step % 40 == 0:
-        accuracy = min(0.9, 0.2 + step / 200)
-        line |= {"eval/accuracy": accuracy, "eval/accuracy_low": accuracy - 0.1,
-                 "eval/accuracy_high": accuracy + 0.1}  # fmt: skip
-    return line
 
 
 def write_completions(

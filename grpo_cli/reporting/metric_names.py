@@ -15,6 +15,7 @@ STAGES = (  # the stages of a step, in order
     "weights",
     "idle",  # this process waits for the others
 )
+LONGEST = 5  # stages in a line of times
 SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/bwd"}
 
 
@@ -25,3 +26,29 @@ def measure_of(metrics: Mapping[str, Any], prefix: str = "eval/") -> str:
     has values other than 0 and 1; the mean of the reward is printed then.
     """
     return "reward" if f"{prefix}graded" in metrics else "accuracy"
+
+
+def times(metrics: Mapping[str, Any]) -> str:
+    """Formats a step's times as a line: stages, tokens a second, and MFU of the training.
+
+    Stages below 1 % of the step are left out, and all but the longest LONGEST.
+    """
+    if not (total := metrics.get("step_time")):
+        return ""
+    stages = {
+        SHORT.get(name, name): seconds
+        for key, seconds in metrics.items()
+        if key.startswith("time/") and "/" not in (name := key[5:]) and seconds >= 0.01 * total
+    }
+    longest = sorted(stages, key=stages.__getitem__)[-LONGEST:]
+    parts = [f"{name} {_seconds(s)}" for name, s in stages.items() if name in longest]
+    line = [" · ".join([f"{part} s" for part in parts[:1]] + parts[1:])]
+    if (rate := metrics.get("tokens_per_second")) is not None:
+        line.append(f"{rate:,.0f} tok/s")
+    if (used := metrics.get("mfu/forward_backward")) is not None:
+        line.append(f"MFU {100 * used:.{0 if used >= 0.0995 else 1}f} %")
+    return " | ".join(filter(None, line))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"

@@ -42,13 +42,12 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alarms import Alarms, Raised
-from grpo_cli.reporting.metric_names import SHORT, measure_of
+from grpo_cli.reporting.metric_names import measure_of, times
 from grpo_cli.reporting.progress import Bar, clock
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
 from grpo_cli.reporting.status import Status, replaced, write_text
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
-LONGEST = 5  # stages in a step's line of times
 
 
 class Reporter:
@@ -63,14 +62,10 @@ class Reporter:
         self.status = Status(folder, main)
         self.progress = Bar(self.console, "train", recipe.steps)
         self.alarms = Alarms(recipe)
-        self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
-        self.unwritten_alarms: list[str] = []  # the same for alarms.jsonl
+        self.metrics = LinesFile(folder / METRICS)
+        self.raised = LinesFile(folder / ALARMS)
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.folder / METRICS
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""
@@ -80,11 +75,10 @@ class Reporter:
         """Writes one step's metrics to metrics.jsonl, the trackers and the progress display."""
         if not self.main:
             return
-        self.unwritten.append(json.dumps(metrics_line(step, metrics)) + "\n")
-        error = self.write_lines()
-        if error is not None and len(self.unwritten) == 1:
+        error = self.metrics.add(metrics_line(step, metrics))
+        if error is not None and len(self.metrics.unwritten) == 1:
             self.say(
-                f"{shown_path(self.metrics_file)} cannot be written ({reason(error)}): the lines "
+                f"{shown_path(self.metrics.path)} cannot be written ({reason(error)}): the lines "
                 f"from step {step} on are kept, and written with the next that can be; the run "
                 "continues"
             )
@@ -103,31 +97,19 @@ class Reporter:
         Args:
             kind: "alarm" or "stop".
         """
-        lines = []
         for name, message in raised:
             self.say(f"alarm: {message}" if kind == "alarm" else message)
-            line = {"step": step, "kind": kind, "name": name, "message": message}
-            lines.append(json.dumps(line | {"time": time.time()}) + "\n")
-        if not (self.main and lines):
-            return
-        self.unwritten_alarms += lines
-        if append(self.folder / ALARMS, self.unwritten_alarms) is None:
-            self.unwritten_alarms.clear()
-
-    def write_lines(self) -> OSError | None:
-        """Appends the unwritten lines to metrics.jsonl; returns the error if that fails."""
-        error = append(self.metrics_file, self.unwritten)
-        if error is None:
-            self.unwritten.clear()
-        return error
+            if self.main:
+                line = {"step": step, "kind": kind, "name": name, "message": message}
+                self.raised.add(line | {"time": time.time()})
 
     def sync(self) -> None:
         """Waits until metrics.jsonl is on the disk, as it must be before a checkpoint is."""
-        if not (self.main and self.metrics_file.exists()):
+        if not (self.main and self.metrics.path.exists()):
             return
-        with contextlib.suppress(OSError), self.metrics_file.open("rb") as file:
+        with contextlib.suppress(OSError), self.metrics.path.open("rb") as file:
             sync(file)
-            sync_folder(self.metrics_file.parent)
+            sync_folder(self.folder)
 
     def keeps_completions(self, step: int) -> bool:
         """Returns whether the step's completions are stored; the same on every process."""
@@ -164,7 +146,7 @@ class Reporter:
         if not self.main:
             return
         self.progress.start_at(step)
-        for path in (self.metrics_file, self.folder / ALARMS):
+        for path in (self.metrics.path, self.raised.path):
             if path.exists():
                 lines = path.read_text(encoding="utf-8").splitlines()
                 kept = [s for s in lines if is_kept(s, step)]
@@ -174,12 +156,12 @@ class Reporter:
         """Ends the progress display and the trackers, also after a failure."""
         self.progress.close()
         self.trackers.close()
-        if self.unwritten and (error := self.write_lines()) is not None:
+        if (error := self.metrics.write()) is not None:
             self.say(
-                f"{shown_path(self.metrics_file)}: its last {len(self.unwritten)} lines are lost "
-                f"({reason(error)})"
+                f"{shown_path(self.metrics.path)}: its last {len(self.metrics.unwritten)} lines "
+                f"are lost ({reason(error)})"
             )
-            self.unwritten.clear()
+            self.metrics.unwritten.clear()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and prints the closing table.
@@ -187,15 +169,15 @@ class Reporter:
         Raises:
             TrainingError: summary.json or metrics.jsonl cannot be written.
         """
-        with needed(self.metrics_file):
-            if self.unwritten and (error := self.write_lines()) is not None:
+        with needed(self.metrics.path):
+            if (error := self.metrics.write()) is not None:
                 raise error
         self.close()
         if not self.main:
             return
         with needed(path := self.folder / "summary.json"):
             write_text(path, json.dumps(summary, indent=2) + "\n")
-        metrics = read_lines(self.metrics_file)
+        metrics = read_lines(self.metrics.path)
         self.console.print(closing_table(metrics, summary))
         for what in ("best_checkpoint", "last_checkpoint"):
             if summary[what] is not None:
@@ -217,19 +199,34 @@ def is_kept(line: str, step: int) -> bool:
     return bool(found["step"] <= step and found.get("kind") != "stop")
 
 
-def append(path: Path, lines: Sequence[str]) -> OSError | None:
-    """Appends lines to a file, all of them or none; returns the error if that fails."""
-    size = None
-    try:
-        size = path.stat().st_size if path.exists() else 0
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
-    except OSError as error:
-        if size is not None:
-            with contextlib.suppress(OSError):  # removes a partial line
-                os.truncate(path, size)
-        return error
-    return None
+class LinesFile:
+    """A file of JSON lines; those that a full disk refuses are written with the next ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unwritten: list[str] = []
+
+    def add(self, line: Mapping[str, Any]) -> OSError | None:
+        """Appends a line; returns the error if that fails."""
+        self.unwritten.append(json.dumps(line) + "\n")
+        return self.write()
+
+    def write(self) -> OSError | None:
+        """Appends the unwritten lines, all of them or none; returns the error if that fails."""
+        if not self.unwritten:
+            return None
+        size = None
+        try:
+            size = self.path.stat().st_size if self.path.exists() else 0
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(self.unwritten))
+        except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):  # removes a partial line
+                    os.truncate(self.path, size)
+            return error
+        self.unwritten.clear()
+        return None
 
 
 @contextlib.contextmanager
@@ -246,32 +243,6 @@ def needed(path: Path) -> Iterator[None]:
 def reason(error: OSError) -> str:
     """Returns the reason why a file cannot be written, in a few words."""
     return error.strerror or str(error)
-
-
-def times(metrics: dict[str, float]) -> str:
-    """Formats a step's times as a line: stages, tokens a second, and MFU of the training.
-
-    Stages below 1 % of the step are left out, and all but the longest LONGEST.
-    """
-    rate = f" | {metrics['tokens_per_second']:,.0f} tok/s"
-    used = metrics.get("mfu/forward_backward")
-    if used is not None:
-        rate += f" | MFU {100 * used:.{0 if used >= 0.0995 else 1}f} %"
-    stages = {
-        SHORT.get(name, name): seconds
-        for key, seconds in metrics.items()
-        if key.startswith("time/")
-        and "/" not in (name := key.removeprefix("time/"))
-        and seconds >= 0.01 * metrics["step_time"]
-    }
-    longest = sorted(stages, key=stages.__getitem__)[-LONGEST:]
-    parts = [f"{name} {_seconds(s)}" for name, s in stages.items() if name in longest]
-    line = " · ".join([f"{part} s" for part in parts[:1]] + parts[1:]) + rate
-    return line.removeprefix(" | ")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"
 
 
 def rows_of_all(

@@ -60,7 +60,7 @@ class Outcome:
     error: str | None = None  # message of a callback that has raised
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """The argument of a hook. Its fields are read-only; `log` and `stop` act on the run."""
 
@@ -71,9 +71,9 @@ class Event:
     recipe: Mapping[str, Any]  # nested, as in the run's recipe.yaml
     folder: Path  # the run's folder
     metrics: Mapping[str, float]  # the newest step's; in on_evaluate, the evaluation's
-    groups: Sequence[Group]  # on_step: this process's rollouts, see `grpo_cli/records.py`
-    checkpoint: Path | None  # on_checkpoint: its folder
-    summary: Mapping[str, Any] | None  # on_end: summary.json
+    groups: Sequence[Group] = ()  # on_step: this process's rollouts, see `grpo_cli/records.py`
+    checkpoint: Path | None = None  # on_checkpoint: its folder
+    summary: Mapping[str, Any] | None = None  # on_end: summary.json
     policy: PreTrainedModel  # with distributed=fsdp2 a shard; its forward is then a collective
     tokenizer: PreTrainedTokenizerBase
     rank: int
@@ -201,19 +201,12 @@ class Callbacks:
     def _call(self, run: Run, hook: str, **facts: Any) -> None:
         if hook not in self.hooks:
             return
-        outcome, state = Outcome(), run.state
+        outcome, known = Outcome(), {"step": run.state.step, "metrics": self._newest} | facts
         self._recipe = self._recipe or as_text(asdict(run.recipe))
         with heartbeat.inside("callbacks"):
             for callback in self.loaded:
                 if hook not in callback.hooks or callback.target is None:
                     continue
-                values: dict[str, Any] = {
-                    "step": state.step,
-                    "metrics": self._newest,
-                    "groups": (),
-                    "checkpoint": None,
-                    "summary": None,
-                }
                 event = Event(
                     name=callback.name,
                     hook=hook,
@@ -224,7 +217,7 @@ class Callbacks:
                     tokenizer=run.policy.tokenizer,
                     rank=run.workers.rank,
                     _outcome=outcome,
-                    **values | facts,
+                    **known,
                 )
                 try:
                     getattr(callback.target, hook)(event)

@@ -1,17 +1,11 @@
 """Where a step's time goes, by a clock that is set by hand; and the line that shows it."""
 
-import io
-import math
-from pathlib import Path
-
 import pytest
-from rich.console import Console
 
 from grpo_cli.config import parsing
 from grpo_cli.config.schema import Recipe
 from grpo_cli.records import RolloutStats, StepStats
-from grpo_cli.reporting import progress
-from grpo_cli.reporting.reporter import Reporter, times
+from grpo_cli.reporting.metric_names import times
 from grpo_cli.reporting.stage_clock import STAGES, Clock, possible_stages
 from tests.conftest import CPU
 
@@ -114,21 +108,6 @@ def test_utilisation_is_flops_over_what_the_stage_s_time_allowed(hands: Hands) -
     assert found["mfu/forward_backward"] == 0.25
 
 
-def test_there_is_no_utilisation_of_what_is_not_known(hands: Hands) -> None:
-    without_peak = Clock(CPU, timer=hands)
-    clock = Clock(CPU, stages=["forward_backward"], peak=1000.0, timer=hands)
-    for each in (without_peak, clock):
-        with each.stage("generate"):
-            hands.now += 1.0
-    without_peak.count("generate", 1.0)
-    clock.count("generate", 1.0)
-    clock.count("generate", math.nan)  # a part not known makes the whole unknown
-    clock.count("forward_backward", 0.0)  # nothing trained
-    clock.count("weights", 1.0)  # never timed
-    for each in (without_peak, clock):
-        assert not [key for key in each.metrics(step(1)) if key.startswith("mfu/")]
-
-
 FIGURES = {
     "time/generate": 4.06,
     "time/reward": 0.204,
@@ -153,32 +132,3 @@ def test_the_line_of_times() -> None:
     assert times(FIGURES | {"mfu/forward_backward": 0.0996}).endswith("MFU 10 %")
     assert times(FIGURES | {"time/generate": 123.4}).startswith("generate 123 s · reward")
     assert times({"step_time": 1.0, "tokens_per_second": 5.0}) == "5 tok/s"
-
-
-def reporter(folder: Path, terminal: bool) -> tuple[Reporter, io.StringIO]:
-    """A reporter of 5 steps, and what it has shown."""
-    live = Reporter(recipe(steps=5), folder, main=True)
-    shown = io.StringIO()
-    live.console = Console(file=shown, force_terminal=terminal, width=100, highlight=False)
-    live.progress = progress.Bar(live.console, "train", 5)
-    return live, shown
-
-
-ROLLOUTS = {"reward": 0.5, "completions/mean_length": 12.0}
-
-
-def test_a_plain_log_has_times_below_the_lines_that_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    live, shown = reporter(tmp_path, terminal=False)
-    for number in (1, 2, 3, 4):  # 2 and 3 come too soon after 1
-        now = 1002.5 if number == 4 else 1000.0
-        live.step(number, {**ROLLOUTS, **FIGURES, "tokens_per_second": float(number)})
-    live.close()
-    lines = shown.getvalue().splitlines()
-    assert [line.split()[1] for line in lines[::2]] == ["1/5", "4/5"]
-    assert lines[0] == "train 1/5  reward 0.500  length 12"
-    stages = "  generate 4.1 s · reward 0.20 · ref 0.10 · fwd/bwd 4.8"
-    assert lines[1::2] == [f"{stages} | {number} tok/s | MFU 41 %" for number in (1, 4)]

@@ -16,8 +16,7 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing
 from grpo_cli.distributed.workers import exit_process
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.training.callbacks import Event, Outcome, plain
-from grpo_cli.training.run import Run
+from grpo_cli.training.callbacks import Event, Outcome
 from tests import programs
 from tests.tables import table
 from tests.training.test_train import built, metrics, trained, weights
@@ -215,30 +214,6 @@ def test_processes_agree(tmp_path: Path) -> None:
 def test_what_cannot_be_logged(hook: str, name: Any, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         event(hook).log(name, value)
-
-
-def test_the_first_reason_to_stop_counts() -> None:
-    given = event()
-    given.log("pass@8/easy", torch.tensor(2.0))
-    given.stop("one")
-    given.stop("two")
-    assert given._outcome == Outcome({"callbacks/mine/pass@8/easy": 2.0}, "callbacks.mine: one")
-
-
-def test_states_are_plain() -> None:
-    state = {"a": [1, 2.0, None, "x"], "b": {"c": (torch.ones(1), True)}}
-    assert plain(state) is state
-    for bad in ({"a": object()}, [{1, 2}], {Path("x"): 1}):
-        with pytest.raises(TypeError, match="a state may hold"):
-            plain(bad)
-
-
-def test_a_run_without_callbacks_asks_nobody() -> None:
-    live: Any = None  # not even the run
-    none = Run.__dataclass_fields__["callbacks"].default_factory()  # type: ignore[misc]
-    assert none.step(live, {"reward": 1.0}, []) == {}
-    assert none.states(live) == []
-    assert none.evaluated(live, {}) is none.checkpoints(live) is none.end(live, {}) is None
 
 
 def test_the_recipe_names_callbacks() -> None:

@@ -96,7 +96,7 @@ def test_a_run_goes_on_where_it_was_left(
         if left.recovery.interrupted is not None:
             kept.add(left.recovery.interrupted.name)
         if left.recovery.unreported is not None:  # a run that was killed has logged the step since
-            with left.reporter.metrics_file.open("a") as file:
+            with left.reporter.metrics.path.open("a") as file:
                 file.write(f'{{"step": {left.state.step}}}\n')
         resumed = trained(tmp_path, resume="auto", **output, **changes)
         assert torch.equal(weights(resumed), weights(straight)), call

@@ -111,7 +111,7 @@ def trained(folder: Path, **changes: Any) -> run.Run:
 
 
 def metrics(live: run.Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in live.reporter.metrics_file.read_text().splitlines()]
+    return [json.loads(line) for line in live.reporter.metrics.path.read_text().splitlines()]
 
 
 def weights(live: run.Run) -> torch.Tensor:
@@ -385,7 +385,7 @@ def test_a_resumed_run_shows_rewards_the_same_state(tmp_path: Path) -> None:
 
 def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
     live = trained(tmp_path)
-    torn = live.reporter.metrics_file
+    torn = live.reporter.metrics.path
     torn.write_text(torn.read_text() + '{"step": 5, "rewa')
     resumed = built(tmp_path, resume=str(paths.checkpoint_path(live.folder, 2)))
     assert [m["step"] for m in metrics(resumed)] == [1, 2]

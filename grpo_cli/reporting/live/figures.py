@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.reporting.live.following import Followed
-from grpo_cli.reporting.metric_names import STAGES, measure_of
+from grpo_cli.reporting.metric_names import measure_of
 
 RECENT = 20  # steps from which the time of the next ones is estimated
 FRESH_SECONDS = 5.0  # a live process writes its status within it, even on a busy disk
@@ -124,20 +124,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     most = len(LEVELS) - 1
     levels = [round((v - low) / span * most) if span > 0 else most // 2 for v in shown]
     return "".join(LEVELS[level] for level in levels).ljust(width)
-
-
-def stage_seconds(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the seconds of each stage of a step, `other` for the rest; {} without times.
-
-    Args:
-        line: a line of metrics.jsonl.
-    """
-    total = line.get("step_time")
-    if not isinstance(total, (int, float)) or total <= 0:
-        return {}
-    seconds = {name: line.get(f"time/{name}") or 0.0 for name in STAGES if f"time/{name}" in line}
-    other = max(0.0, total - math.fsum(seconds.values()))
-    return {name: s for name, s in {**seconds, "other": other}.items() if s > 0}
 
 
 class Evaluation(NamedTuple):

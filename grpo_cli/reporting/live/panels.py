@@ -14,7 +14,7 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
 from grpo_cli.reporting.live.following import Followed
-from grpo_cli.reporting.metric_names import SHORT
+from grpo_cli.reporting.metric_names import times
 from grpo_cli.reporting.trajectories import body, head, printable
 
 STATE_STYLES = {
@@ -158,25 +158,16 @@ def number(value: float) -> str:
 
 
 def stages(run: Followed, width: int) -> Text:
-    """Draws the stages of the newest step, its rates, memory and checkpoints."""
-    seconds = figures.stage_seconds(run.newest)
+    """Draws the stages and the rates of the newest step, and memory and checkpoints."""
     rows = []
-    if seconds:
-        total = math.fsum(seconds.values())
-        longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:5]
-        named = (f"{SHORT.get(name, name)} {seconds[name]:.3g}" for name in longest)
-        idle = f", idle {100 * seconds['idle'] / total:.0f} %" if "idle" in seconds else ""
-        rows.append(Text(f"step {run.step:,}: {total:.3g} s{idle}: {', '.join(named)}"))
-    return stacked([*rows, Text(" · ".join(_rates(run)))], width)
+    if said := times(run.newest):
+        rows.append(Text(f"step {run.step:,}: {run.newest['step_time']:.3g} s: {said}"))
+    return stacked([*rows, Text(" · ".join(_memory(run)))], width)
 
 
-def _rates(run: Followed) -> Iterator[str]:
-    """Yields tokens a second, utilisation, memory and checkpoints, as far as they are known."""
-    newest, memory = run.newest, (run.status or {}).get("memory") or {}
-    if (rate := newest.get("tokens_per_second")) is not None:
-        yield f"{rate:,.0f} tok/s"
-    if (used := newest.get("mfu/forward_backward")) is not None:
-        yield f"MFU {100 * used:.3g} %"
+def _memory(run: Followed) -> Iterator[str]:
+    """Yields the memory of the process, and its checkpoints."""
+    memory = (run.status or {}).get("memory") or {}
     if "cuda_reserved" in memory:
         peak = f", peak {size(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
         yield f"GPU {size(memory['cuda_reserved'])}{peak}"

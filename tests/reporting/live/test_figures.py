@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.reporting.live.figures import (
-    activity,
     duration,
     evaluations,
     health,
     seconds_left,
     sparkline,
-    stage_seconds,
 )
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.run_folder import RunFolder
@@ -68,29 +66,6 @@ def test_an_end_needs_no_news(state: str, message: str | None, said: str) -> Non
 
 
 @table(
-    ("lines", "summary", "holds_lock", "state"),
-    [
-        (1, None, True, "training"),
-        (0, None, True, "starting"),
-        (1, {}, False, "ended"),
-        (1, None, False, "stopped"),
-        (1, None, None, "unknown"),
-    ],
-)
-def test_a_run_without_a_status(
-    lines: int, summary: Any, holds_lock: bool | None, state: str
-) -> None:
-    run = followed([{"step": 1}] * lines, summary=summary, holds_lock=holds_lock)
-    assert health(run).state == state
-
-
-def test_what_a_process_does() -> None:
-    assert activity(status(stage="start", step=None)) == "loading and building for 5 s"
-    assert activity(status(since=99.5)) == "step 12, generate"
-    assert activity({}) == ""
-
-
-@table(
     ("seconds", "said"),
     [
         (0.4, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"),
@@ -115,35 +90,12 @@ def test_the_time_that_is_left() -> None:
     assert seconds_left(run) == 0.0
 
 
-def test_a_resumed_run_counts_the_time_of_this_process() -> None:
-    lines = [{"step": step, "step_time": 1.0} for step in range(1, 9)]
-    run = followed(lines, recipe={"steps": 10})
-    finished = {"step": 8, "time": 100.0, "seconds": {"start": 30.0, "generate": 4.0}}
-    run.status = status(first_step=6, finished=finished)
-    assert seconds_left(run) == 2 * 2.0
-
-
-def test_only_the_newest_steps_count() -> None:
-    lines = [{"step": s, "step_time": 100.0 if s <= 80 else 1.0} for s in range(1, 101)]
-    assert seconds_left(followed(lines, recipe={"steps": 110})) == 10
-
-
 def test_sparklines() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 10) == "▁▂▃▄▅▆▇█  "
     assert sparkline([3, 3], 2) == "▄▄"
     assert sparkline([math.nan, 1, math.inf, 2], 4) == "▁█  "
     assert sparkline([], 3) == "   "
     assert sparkline([1, 2], 0) == ""
-
-
-def test_the_stages_of_a_step() -> None:
-    line = {
-        "step_time": 10.0, "time/generate": 6.0, "time/forward_backward": 3.0, "time/idle": 0.0,
-        "time/waiting": 2.0, "time/rewards/exact_match": 1.0,
-    }  # fmt: skip
-    assert stage_seconds(line) == {"generate": 6.0, "forward_backward": 3.0, "other": 1.0}
-    assert stage_seconds({"reward": 1.0}) == {}
-    assert stage_seconds({"step_time": None}) == {}
 
 
 def test_the_evaluations() -> None:

@@ -14,8 +14,6 @@ from grpo_cli.reporting.reporter import completion_row, write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.reporting.status import write_text
 from tests.conftest import make_group, make_rollout
-from tests.episodes import make_episode
-from tests.pictures import image_groups, write_groups
 from tests.tables import table
 
 NAN = float("nan")
@@ -100,13 +98,3 @@ def test_the_highest_and_the_lowest_reward(
     found = best_and_worst(path)
     assert [sample.text for sample in found] == [str(i) for i in expected]
     assert found[0].ids is None, "columns of tokens are read of episodes only"
-
-
-def test_an_episode_has_its_turns_and_images_are_not_read(tmp_path: Path) -> None:
-    episode = make_episode((0.5, None))
-    write_parquet(tmp_path / "b.parquet", [completion_row(3, make_group(0, [episode]), 0)])
-    (sample,) = best_and_worst(tmp_path / "b.parquet")
-    assert sample.episode is not None
-    assert sample.ids == episode.completion.ids
-    write_groups(tmp_path / "a.parquet", image_groups())
-    assert best_and_worst(tmp_path / "a.parquet")[0].images == ()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from grpo_cli.reporting.live import figures, panels
 from grpo_cli.reporting.live.following import Followed, best_and_worst
-from grpo_cli.reporting.live.panels import number, size
+from grpo_cli.reporting.live.panels import number
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.runs_on_disk import write_completions, write_run
 from tests.tables import table
@@ -24,10 +22,6 @@ def followed(folder: Path) -> Followed:
     run = Followed(RunFolder(folder))
     run.poll()
     return run
-
-
-def rows(panel: Text) -> list[str]:
-    return panel.plain.split("\n")
 
 
 @pytest.mark.parametrize("width", [1, 60, 150])
@@ -54,15 +48,6 @@ def test_alarms_the_last_one_first(tmp_path: Path) -> None:
         {"step": 2, "kind": "stop", "message": "no alarm"},
     ]
     assert panels.alarms(run)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
-
-
-def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
-    why = "step 7: the loss is nan\nand " + "the gradient norm is inf, " * 12
-    run = followed(write_run(tmp_path, state="failed", message=why))
-    shown = rows(panels.header(run, figures.health(run), 80))
-    assert shown[1].startswith("● failed  after step 120: step 7: the loss is nan and the gradient")
-    assert shown[3].endswith("…")
-    assert shown[4].startswith("step 120 of 400")
 
 
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
@@ -95,15 +80,6 @@ def test_a_completion_cannot_drive_the_terminal(tmp_path: Path) -> None:
                    for line in shown for span in line.spans)  # fmt: skip
 
 
-def test_the_end_of_a_long_prompt(tmp_path: Path) -> None:
-    write_completions(tmp_path, 1, ["ok"], [1.0], "begin " + "word " * 200 + "end?")
-    (sample,) = best_and_worst(tmp_path / "completions" / "step-1.parquet")
-    shown = panels.completion(sample)[1].plain
-    assert shown.startswith("… ")
-    assert shown.endswith("word end?")
-    assert len(shown) == panels.PROMPT_CHARACTERS + 2
-
-
 @table(
     ("value", "said"),
     [
@@ -113,18 +89,3 @@ def test_the_end_of_a_long_prompt(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_numbers(value: float, said: str) -> None:
     assert number(value) == said
-
-
-@table(("value", "said"), [(5e8, "500 MB"), (1.5e9, "1.5 GB"), (0, "0 MB")])
-def test_sizes(value: float, said: str) -> None:
-    assert size(value) == said
-
-
-@pytest.mark.parametrize(
-    ("log", "said"),
-    [({"completions_every": 0}, "log.completions_every = 0"), ({}, "no completions yet")],
-)
-def test_why_there_are_no_completions(tmp_path: Path, log: dict[str, Any], said: str) -> None:
-    run = followed(write_run(tmp_path))
-    run.recipe = {"log": log}
-    assert said in panels.note(run).plain
