@@ -67,7 +67,9 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
         supervisor.close()
         raise
     except BaseException as error:
-        if live is None and (number := stopped_elsewhere(supervisor, error)) is not None:
+        is_own = isinstance(error, UserError | TrainingError) or supervisor.has_failed
+        number = supervisor.stop_signal  # it may have stopped another process, which caused this
+        if live is None and not is_own and number is not None:
             stop.release()
             supervisor.close()
             raise StoppedWhileStarting(number) from error
@@ -87,13 +89,6 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
     supervisor.close()
     workers.close()
     return live
-
-
-def stopped_elsewhere(supervisor: Supervisor, error: BaseException) -> int | None:
-    """Returns the signal that stopped another process, if that caused this error while building."""
-    if isinstance(error, UserError | TrainingError) or supervisor.has_failed:
-        return None
-    return supervisor.stop_signal
 
 
 @contextlib.contextmanager

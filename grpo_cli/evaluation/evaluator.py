@@ -25,7 +25,7 @@ from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
 from grpo_cli.evaluation.summary import METRICS, ProblemStats, by_problem, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
-from grpo_cli.records import Group, Prompt, Rollout
+from grpo_cli.records import Group, Rollout
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import metrics_of
 
@@ -77,12 +77,7 @@ class Evaluator:
             def show(done: int, text: str, before: int = before, task: Task = task) -> None:
                 progress(before + done, f"{task.label}: {text}" if task.mode else text)
 
-            found, groups, values = self._evaluate(task, show, state, interruptible, journal)
-            kept: list[Group] = []
-            if keep_groups:
-                kept = [g for part in self.workers.gather_on_main(groups) for g in part]
-                kept.sort(key=lambda g: g.prompt_index)
-            results.append(TaskResult(task, found, kept, values))
+            results.append(self._evaluate(task, show, state, interruptible, journal, keep_groups))
         return results
 
     def _evaluate(
@@ -92,8 +87,8 @@ class Evaluator:
         state: TrainerState | None,
         interruptible: Callable[[], AbstractContextManager[None]],
         journal: Journal | None,
-    ) -> tuple[dict[str, float], list[Group], dict[str, list[float]]]:
-        """Returns a task's metrics, this process's groups, and the values by problem."""
+        keep_groups: bool,
+    ) -> TaskResult:
         workers = self.workers
         known, prompts = [*(task.stored or ())], []
         for prompt in task.prompts if task.stored is None else ():
@@ -122,11 +117,17 @@ class Evaluator:
             progress(min(done, len(task.prompts)), "rows completed")
             session.add(rollouts)
 
-        # Episodes run in rounds that all processes join.
-        in_rounds = workers.runs_in_lockstep and self._episodes_of(task) is not None
-        with nullcontext() if in_rounds else interruptible():
-            fresh = self._sampled(task, own, arrived) if task.stored is None else []
-        groups = sorted([*groups, *fresh], key=lambda g: g.prompt_index)
+        if task.stored is None:
+            assert self.generator is not None and self.tokenizer is not None  # noqa: PT018
+            episodes = self._episodes_of(task)
+            rollouter = Rollouter(self.generator, self.tokenizer, episodes)
+            # Episodes run in rounds that all processes join.
+            in_rounds = workers.runs_in_lockstep and episodes is not None
+            with nullcontext() if in_rounds else interruptible():
+                groups += rollouter.rollouts(
+                    own, task.num_samples, task.sampling, task.seed, arrived
+                )
+        groups.sort(key=lambda g: g.prompt_index)
         # Without progress in between, functions without a timeout get all completions in one call.
         size = CHUNK if task.stored is not None else max(len(groups), 1)
         with interruptible(), workers.raise_together():
@@ -147,7 +148,12 @@ class Evaluator:
         everyones = [f for _, f in numbered]
         self._check_environments(task, sum(f.unscored for f in everyones), groups)
         found = summarize(everyones, self.config, task.num_samples) | of_rewards
-        return found, groups, by_problem([f for _, f in sorted(numbered, key=itemgetter(0))])
+        kept: list[Group] = []
+        if keep_groups:
+            kept = [g for part in workers.gather_on_main(groups) for g in part]
+            kept.sort(key=lambda g: g.prompt_index)
+        values = by_problem([f for _, f in sorted(numbered, key=itemgetter(0))])
+        return TaskResult(task, found, kept, values)
 
     def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
         """Raises a TrainingError if too many environments failed; their episodes count as wrong."""
@@ -161,17 +167,6 @@ class Evaluator:
             f"more than environment.max_failed_share = {episodes.max_failed_share:g}; the last "
             f"error: {last}"
         )
-
-    def _sampled(
-        self,
-        task: Task,
-        prompts: Sequence[tuple[int, Prompt]],
-        arrived: Callable[[list[Rollout]], None],
-    ) -> list[Group]:
-        generator, tokenizer = self.generator, self.tokenizer
-        assert generator is not None and tokenizer is not None, "there is a model"  # noqa: PT018
-        rollouter = Rollouter(generator, tokenizer, self._episodes_of(task))
-        return rollouter.rollouts(prompts, task.num_samples, task.sampling, task.seed, arrived)
 
     def _episodes_of(self, task: Task) -> EpisodeLoop | TrlRollouts | None:
         """Returns a copy of a task's episode loop, since training reads the loop's waiting time."""

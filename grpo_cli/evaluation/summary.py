@@ -87,27 +87,17 @@ class ProblemStats:
         """Share of the problem's completions that are right."""
         return mean([float(right) for right in self.right])
 
-    def pass_at(self, k: int) -> float:
-        """The problem's pass@k."""
-        return pass_at_k(sum(self.right), len(self.right), k)
-
-    def maj_at(self, k: int) -> float:
-        """The problem's maj@k; its votes must have been counted."""
-        assert self.votes is not None, "counted"
-        return maj_at_k(self.votes, self.right_votes, len(self.right) - sum(self.votes), k)
-
 
 def rights_of(group: Group, name: str) -> list[bool]:
     """Returns for each completion whether it is right: its reward `name` is 1."""
     return [r.reward_parts[name] == 1 for r in group.rollouts]
 
 
-def ks_of(config: Eval, n: int) -> list[int]:
-    """Returns the k of pass@k and maj@k for n completions per problem."""
-    if config.k:
-        return sorted(config.k)
-    powers = [2**i for i in range(n.bit_length()) if 2**i <= n]
-    return sorted({*powers, n})
+def maj_at(problem: ProblemStats, k: int) -> float:
+    """Returns a problem's maj@k; its votes must have been counted."""
+    assert problem.votes is not None, "counted"
+    abstained = len(problem.right) - sum(problem.votes)
+    return maj_at_k(problem.votes, problem.right_votes, abstained, k)
 
 
 def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[str, float]:
@@ -141,14 +131,16 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
         metrics[f"rewards/{name}/mean"] = mean(values)
     if n > 1:
         metrics["completions"] = float(completions)
-        kinds, ks = config.metric or METRICS, ks_of(config, n)
+        kinds = config.metric or METRICS
+        powers = {2**i for i in range(n.bit_length()) if 2**i <= n}
+        ks = sorted(config.k or powers | {n})
         if "mean" in kinds:
             put(f"mean@{n}", lambda p: p.accuracy)
         for k in ks if "pass" in kinds else ():
-            put(f"pass@{k}", partial(ProblemStats.pass_at, k=k))
+            put(f"pass@{k}", lambda p, k=k: pass_at_k(sum(p.right), len(p.right), k))
         if "maj" in kinds and all(p.votes is not None for p in problems):
             for k in ks:
-                put(f"maj@{k}", partial(ProblemStats.maj_at, k=k))
+                put(f"maj@{k}", partial(maj_at, k=k))
     calls = sum(sum(p.calls) for p in problems)
     if calls:
         metrics["tool_calls"] = calls / completions

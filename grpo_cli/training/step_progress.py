@@ -74,12 +74,10 @@ def from_state(
 
 
 def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:
-    return [(p, [_plain_stats(o) for o in group]) for p, group in step_stats.items()]
-
-
-def _plain_stats(stats: RolloutStats) -> dict[str, Any]:
-    episode = stats.episode
-    return {**stats._asdict(), "episode": None if episode is None else episode._asdict()}
+    return [
+        (p, [{**o._asdict(), "episode": o.episode and o.episode._asdict()} for o in group])
+        for p, group in step_stats.items()
+    ]
 
 
 def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
