@@ -115,10 +115,7 @@ def run(supervisor: Supervisor, mode: str, guilty: int) -> None:
                 heartbeat.beat()
                 time.sleep(0.05)
             if supervisor.stop_signal is not None:
-                print(
-                    f"process {supervisor.rank} was told of {supervisor.stop_signal}",
-                    file=supervisor.screen,
-                )
+                print_stop(supervisor)
         heartbeat.at("optimizer")
         with heartbeat.waiting():
             dist.all_reduce(torch.ones(1))
@@ -129,10 +126,7 @@ def run(supervisor: Supervisor, mode: str, guilty: int) -> None:
         if supervisor.stop_signal is not None:
             with heartbeat.waiting():
                 dist.barrier()
-            print(
-                f"process {supervisor.rank} was told of {supervisor.stop_signal}",
-                file=supervisor.screen,
-            )
+            print_stop(supervisor)
             return
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_cli.commands.evaluate import keep_benchmarks, spelt_out
+from grpo_cli.commands.evaluate import spelt_out
 from grpo_cli.config.compose import compose_and_call
 from grpo_cli.config.parsing import parse
 from grpo_cli.config.schema import Benchmark, Dataset, Recipe, knobs
@@ -103,17 +103,6 @@ def test_the_named_keys_are_there() -> None:
     assert {*READ_OF_THEIR_BENCHMARK} <= vars(Benchmark()).keys()
 
 
-def test_arguments_of_the_model_that_training_began_with_are_not_read() -> None:
-    for given, expected in (
-        ([], {}),
-        (["+model.args.variant=fp16"], {"variant": "fp16", "subfolder": "x"}),
-        (["model.args={variant:fp16,subfolder:x}"], {"variant": "fp16", "subfolder": "x"}),
-    ):
-        cfg = composed(**{"model.args": {"variant": "fp16", "subfolder": "x"}})
-        without_training(cfg, given)
-        assert OmegaConf.to_container(cfg.model.args) == expected
-
-
 # What a recipe says of training is no matter.
 
 
@@ -142,34 +131,11 @@ def test_mistakes_about_training_are_none_of_evaluation(changes: dict[str, Any])
     parse(cfg)
 
 
-def test_what_is_given_for_programs_that_are_not_run_is_one() -> None:
-    cfg = composed(**{"generation.tools.seconds": 9.0})
-    without_training(cfg, ["generation.tools.seconds=9"])
-    with pytest.raises(UserError, match=r"is only read with eval\.mode = tir"):
-        parse(cfg)
-
-
-def test_what_a_run_was_allowed_to_discard_is_not_an_evaluation() -> None:
-    for words, expected in (([], False), (["overwrite=true"], True)):
-        cfg = composed(overwrite=True)
-        without_training(cfg, words)
-        assert cfg.overwrite is expected
-
-
 def test_a_chat_template_is_read_for_benchmarks_too() -> None:
     own = {"model.chat_template": "{{ messages }}"}
     with pytest.raises(UserError, match=r"is only read when dataset\.chat is set"):
         parse(composed(**own))
     parse(composed(**own, benchmark={"own": {"data": "a.jsonl"}}))
-
-
-def test_benchmarks_of_a_stored_recipe_give_way() -> None:
-    cfg = composed(benchmark={"a": {"data": "a.jsonl"}, "b": {"data": "b.jsonl"}})
-    OmegaConf.set_struct(cfg, True)
-    keep_benchmarks(cfg, [])
-    assert list(cfg.benchmark) == ["a", "b"]
-    keep_benchmarks(cfg, ["b"])
-    assert list(cfg.benchmark) == ["b"]
 
 
 # What eval.json says.
@@ -208,22 +174,6 @@ OWN = {"benchmark": {"own": {"data": "a.jsonl", **TIR}}}
 )
 def test_other_settings_have_another_hash(always: dict[str, Any], changes: dict[str, Any]) -> None:
     assert told(**always) != told(**{**always, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"device": "cpu"}, {"scoring.workers": 1}, {"output_dir": "x"}, {"loss.beta": 0.1}),
-        *(
-            {"eval.every": 9},
-            {"eval.temperature": 0.0},
-            {"steps": 3},
-        ),
-    ],
-    ids=str,
-)
-def test_what_numbers_do_not_depend_on_has_no_part_in_it(changes: dict[str, Any]) -> None:
-    assert told() == told(**changes)
 
 
 # Files of one's own.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.checkpoints import manifest
 from grpo_cli.cli import run_command
@@ -210,24 +210,6 @@ def test_votes_for_equal_answers_in_different_spellings(run: Evaluate) -> None:
     assert not {"pass@4", "mean@4", "maj@2"} & only.keys()
 
 
-@pytest.mark.smoke
-def test_stored_completions_are_scored_without_a_model(tmp_path: Path) -> None:
-    file = tmp_path / "some.jsonl"
-    rows = [
-        {"question": "1 + 1?", "gold": "2", "said": "#### 2"},
-        {"question": "1 + 2?", "gold": "3", "said": "It is 4."},
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = ["columns.answer=gold", "columns.completion=said"]
-    where = f"output_dir={tmp_path / 'out'}"
-    evaluate_command.main([f"completions={file}", "benchmark=gsm8k", *names, where])
-    report = json.loads((tmp_path / "out" / "eval.json").read_text())
-    found = report["benchmarks"]["gsm8k"]
-    assert (found["n"], found["accuracy"], found["no_answer"]) == (2, 0.5, 0.0)
-    assert report["checkpoint"] == str(file)
-    assert "generation" not in report
-
-
 def wrong(*words: str) -> str:
     """What `grpo eval` says of a mistake."""
     import contextlib
@@ -270,47 +252,6 @@ def test_mistakes(words: list[str], message: str) -> None:
     said = wrong(*words)
     assert message in said
     assert "\n" not in said
-
-
-def test_a_file_of_problems_is_a_benchmark_of_its_name() -> None:
-    path = Path("x/mine.jsonl.gz").resolve()
-    found = evaluate_command.spelt_out("benchmark=gsm8k,x/mine.jsonl.gz")
-    assert found == ["benchmark=gsm8k", f"benchmark.mine.data={path}"]
-
-
-def test_a_model_without_a_tokenizer_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    for file in checkpoint.glob("tokenizer*"):
-        file.unlink()
-    (tmp_path / "own.jsonl").write_text('{"question": "1", "answer": "1"}\n')
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        evaluate_command.main([str(checkpoint), f"benchmark={tmp_path / 'own.jsonl'}", *QUICK])
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    wider = AutoTokenizer.from_pretrained(checkpoint)
-    wider.add_tokens(["<new>"])
-    wider.save_pretrained(checkpoint)
-    (tmp_path / "own.jsonl").write_text('{"question": "1", "answer": "1"}\n')
-    prompts = [f"benchmark.own.modes.{m}.prompt='<new>{{question}}'" for m in ("cot", "tir")]
-    with pytest.raises(UserError, match="has the token 259, but the model has 259 embeddings; use"):
-        evaluate_command.main(
-            [str(checkpoint), f"benchmark={tmp_path / 'own.jsonl'}", *prompts, *QUICK]
-        )
-
-
-@pytest.mark.programs
-def test_jobs_of_a_sweep_have_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = ({"question": f"{i}?", "answer": "2", "completion": "2"} for i in range(3))
-    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.chdir(tmp_path)
-    evaluate_command.main(["completions=some.jsonl", "benchmark=gsm8k", "limit=1,3", "-m"])
-    reports = [Path(f"outputs/eval/some-{n}/eval.json") for n in (0, 1)]
-    found = [json.loads(r.read_text())["benchmarks"]["gsm8k"]["n"] for r in reports]
-    assert found == [1, 3]
 
 
 def shipped(name: str) -> Benchmark:
@@ -368,18 +309,6 @@ def test_an_evaluation_of_another_model_is_moved_aside_from_where_one_stands(
     assert tables.set_aside(Path(), {**told, "checkpoint_hash": "c"}) == tmp_path / "here_1"
     assert json.loads((tmp_path / "here_1" / "eval.json").read_text()) == told
     assert not Path("eval.json").exists()
-
-
-def test_a_name_does_not_end_a_cell() -> None:
-    ours = tables.markdown("a|b", [result("file_1", "cot", 0.5)]).splitlines()[-1]
-    assert ours == r"| a\|b | 50.0% [48.0, 54.0] |"
-
-
-def test_a_table_says_how_many_completions_it_averages() -> None:
-    several = result("gsm8k", "cot", 0.5, 8, mean_8=0.5, maj_8=0.7)
-    assert tables.markdown("a", [several]).splitlines()[-1] == (
-        "| a (mean@8) | 50.0% [48.0, 54.0] |"
-    )
 
 
 # Killed and started again

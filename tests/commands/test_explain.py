@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from grpo_cli import cli
-from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Model, Recipe
 from tests.config.test_origins import line_of
 
 EPSILON_HIGH = line_of("recipes/loss/dapo.yaml", "epsilon_high")
@@ -54,13 +52,6 @@ def test_a_section_and_entries(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_key["optimizer.schedule"][1].startswith("recipes/optimizer/adamw_cosine.yaml, line ")
 
 
-def test_without_a_key_it_lists_what_something_sets(capsys: pytest.CaptureFixture[str]) -> None:
-    out = explain(capsys, "recipe=math_qwen", "steps=3")
-    keys = [line.split()[0] for line in out.splitlines()[1:]]
-    assert {"steps", "loss.epsilon_high", "reward.math.function", "model.path"} <= {*keys}
-    assert not {"loss.delta", "output_dir", "reward.math.weight"} & {*keys}
-
-
 def test_interpolations_and_secrets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,19 +63,6 @@ def test_interpolations_and_secrets(
     out = explain(capsys, "reward=[judge]", word, "reward.judge.args.api_key")
     assert "abcdefgh" not in out
     assert "${oc.env:MY_API_KEY}" in out
-
-
-def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    text = saved_recipe.as_yaml(Recipe(recipe="demo", steps=7, model=Model(path="m")))
-    Path("recipe.yaml").write_text(text.replace("reward: {}", "reward: {math: {function: math}}"))
-    line = text.splitlines().index("steps: 7") + 1
-    out = explain(capsys, "recipe=./recipe.yaml", "steps")
-    assert f"set by       recipe.yaml, line {line}: 7\n" in out
-
-
-def test_a_recipe_with_a_mistake_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    err = explain(capsys, "optimizer.learning_rate=-1", "steps", code=2)
-    assert "optimizer.learning_rate = -1" in err
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,12 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from grpo_cli import cli
 from grpo_cli.checkpoints import manifest, model_folder, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
-from grpo_cli.checkpoints.paths import checkpoint_path, interrupted_path, is_model
+from grpo_cli.checkpoints.paths import checkpoint_path
 from grpo_cli.commands import export
 from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
-from tests import disks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -136,21 +133,6 @@ def test_weights_are_cast_and_the_config_says_so(
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-def test_the_newest_checkpoint_of_a_run_is_taken(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    for step in (9, 10):
-        torch.nn.init.constant_(model.get_input_embeddings().weight, step)
-        saved(tmp_path, model, tokenizer, step)
-    half = interrupted_path(tmp_path, 10)  # of a step that was broken off
-    shutil.copytree(checkpoint_path(tmp_path, 10), half)
-    assert export.find_checkpoint(str(tmp_path)) == checkpoint_path(tmp_path, 10)
-    assert export.find_checkpoint(str(half)) == half, "if it is named"
-    export.export(checkpoint_path(tmp_path, 10), tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(found, torch.full_like(found, 10))
-
-
 def test_a_damaged_checkpoint_is_not_exported(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
 ) -> None:
@@ -203,26 +185,6 @@ def test_mistakes_are_named(
     assert cli.run_command(["export", *argv]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with disks.small(tmp_path / "disk", "200k") as folder:
-        yield folder
-
-
-def test_a_full_disk_leaves_nothing_behind(
-    tmp_path: Path, small_disk: Path, experts: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    path = saved(tmp_path, experts, tokenizer)
-    (small_disk / "other").write_bytes(bytes(100_000))
-    (small_disk / "empty").mkdir()
-    for out in (small_disk / "out", small_disk / "empty"):
-        with pytest.raises(TrainingError, match="No space left on device"):
-            export.export(path, out)
-        assert not is_model(out)
-    assert sorted(p.name for p in small_disk.iterdir()) == ["empty", "other"]
-    assert not list((small_disk / "empty").iterdir())
 
 
 @pytest.mark.parametrize("was_there", [False, True])

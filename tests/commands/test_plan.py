@@ -72,19 +72,3 @@ def test_mistakes_are_one_sentence(plan: Any, words: list[str], said: str) -> No
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
-
-
-def test_a_run_of_the_recipe_stands_beside_its_plan(plan: Any, tmp_path: Path) -> None:
-    measured = {"memory": {"optimizer": 5e9}, "time": {}, "step_seconds": 3.0}
-    measured["completion_tokens"] = 3.1
-    folder = tmp_path / "outputs" / "arithmetic_tiny"
-    folder.mkdir(parents=True)
-    (folder / "plan.json").write_text(json.dumps({"measured": measured}), encoding="utf-8")
-    code, out, err = plan("gpu=24")
-    assert (code, err) == (0, "")
-    assert "(measured 5.0 GB)" in out
-
-
-def test_episodes_are_named_as_left_out(plan: Any) -> None:
-    _, out, _ = plan("recipe=calculator", "gpu=l4")
-    assert "note: an episode counts as one completion" in out

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from grpo_cli import cli
-from grpo_cli.commands.probe import without_side_effects
-from grpo_cli.config.schema import Hub, Recipe, Tracking
 from grpo_cli.data import stored_completions
 from tests import programs
 from tests.tables import table
@@ -67,22 +65,6 @@ def test_a_mistake_is_one_sentence(grpo: Grpo, words: list[str], message: str) -
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_it_neither_tracks_nor_pushes() -> None:
-    recipe = Recipe(
-        recipe="mine",
-        output_dir="outputs/mine",
-        hub=Hub(repo="me/mine"),
-        tracking=Tracking(backend=["wandb"]),
-    )
-    found = without_side_effects(recipe, ["seed=3"])
-    assert (found.output_dir, found.hub, found.tracking) == (
-        "outputs/probe/mine",
-        Hub(),
-        Tracking(),
-    )
-    assert without_side_effects(recipe, ["output_dir=outputs/mine"]).output_dir == "outputs/mine"
 
 
 @pytest.mark.runs

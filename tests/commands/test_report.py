@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -53,12 +52,6 @@ def test_the_report_is_written_into_the_run(runs: Path, capsys: pytest.CaptureFi
     assert (runs / "a" / "report.html").stat().st_size > 50_000
 
 
-def test_two_runs_without_evaluations(runs: Path) -> None:
-    found = report.compare(RunFolder.open(runs / "a"), RunFolder.open(runs / "b"))
-    assert [(c["key"], c["old"], c["new"]) for c in found["recipe"]] == [("seed", "0", "3")]
-    assert "not evaluated: a and b" in found["why"]
-
-
 def test_two_runs_on_the_same_problems(runs: Path) -> None:
     evaluate(runs / "a", [False] * 6 + [True] * 4)
     evaluate(runs / "b", [True] * 5 + [False] + [True] * 4)
@@ -67,21 +60,6 @@ def test_two_runs_on_the_same_problems(runs: Path) -> None:
     assert (numbers["n"], numbers["flipped_to_right"]) == (10, [0, 1, 2, 3, 4])
     assert cli.run_command(["report", "a", "b", "--output=both.html"]) == 0
     assert (runs / "both.html").is_file()
-
-
-def test_evaluations_that_cannot_be_compared_are_explained(runs: Path) -> None:
-    evaluate(runs / "a", [True])
-    evaluate(runs / "b", [True])
-    path = runs / "b" / "eval" / "step-10" / "eval.json"
-    stored = json.loads(path.read_text())
-    stored["benchmarks"] = {"other": stored["benchmarks"]["held_out"]}
-    write_json(path, stored)
-    write_parquet(
-        path.with_name("completions.parquet"),
-        [{"benchmark": "other", "mode": None, "row": 0, "correct": True, "columns": "{}"}],
-    )
-    found = report.compare(RunFolder.open(runs / "a"), RunFolder.open(runs / "b"))
-    assert "no benchmark and mode in common" in found["why"]
 
 
 @table(
@@ -132,9 +110,3 @@ def test_no_link_out_of_anothers_folder_is_followed(
             assert f"RUN = a: no run of yours has made it here, and its link {name} leads" in err
         (runs / "a" / name).unlink()
     assert (runs / "private").read_text() == "secret"
-
-
-def test_damaged_completions_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (runs / "a" / "completions" / "step-1.parquet").write_bytes(b"broken")
-    assert cli.run_command(["report", "a"]) == 2
-    assert "a/completions/step-1.parquet: cannot be read" in capsys.readouterr().err

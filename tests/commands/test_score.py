@@ -16,12 +16,10 @@ import pytest
 from grpo_cli import cli
 from grpo_cli.commands.score import (
     CHUNK,
-    default_output,
     score_samples,
 )
 from grpo_cli.config.schema import Reward, Scoring
-from grpo_cli.data.stored_completions import Sample, find
-from grpo_cli.errors import UserError
+from grpo_cli.data.stored_completions import Sample
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 
@@ -101,15 +99,6 @@ def test_labels_give_the_agreement(grpo: Grpo, tmp_path: Path) -> None:
     assert [line["label"] for line in found] == [True, False, True, True, False]
     summary = json.loads((tmp_path / "scores.summary.json").read_text())
     assert summary["label"]["agreement"] == 0.6
-
-
-def test_the_threshold_says_what_counts_as_right(grpo: Grpo, tmp_path: Path) -> None:
-    write(tmp_path / "c.jsonl", ROWS)
-    words = ["reward=exact_match", "input=c.jsonl", "columns.completion=text", "label=right"]
-    _, out, _ = grpo(*words, "reward.exact_match.weight=0.4")
-    assert "agreement: 0.4000 (2 of 5; 0 false positives of 2, 3 false negatives of 3)" in out
-    _, out, _ = grpo(*words, "reward.exact_match.weight=0.4", "threshold=0.4")
-    assert "agreement: 0.6000" in out
 
 
 def test_the_label_is_not_shown_to_the_reward(grpo: Grpo, tmp_path: Path) -> None:
@@ -202,32 +191,6 @@ def test_a_runs_stored_completions(grpo: Grpo, tmp_path: Path) -> None:
         assert (code, err) == (0, "")
         (found,) = lines_of(tmp_path / "outputs/score/run-step-20.jsonl")
         assert found["rewards"] == {"exact_match": 1.0, "length": -3.0}
-
-
-def test_where_stored_completions_are_looked_for(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoints" / "step-5"
-    checkpoint.mkdir(parents=True)
-    with pytest.raises(UserError, match="holds no completions"):
-        find(checkpoint, "input")
-    evaluated = tmp_path / "eval" / "step-5" / "completions.parquet"
-    evaluated.parent.mkdir(parents=True)
-    evaluated.touch()
-    assert find(checkpoint, "input") == evaluated
-    assert find(evaluated.parent, "input") == evaluated
-    assert find(evaluated, "input") == evaluated
-    sampled = tmp_path / "completions"
-    sampled.mkdir()
-    for step in (5, 100, 20):
-        (sampled / f"step-{step}.parquet").touch()
-    assert find(tmp_path, "input") == sampled / "step-100.parquet"
-
-
-def test_scores_are_named_after_their_input(tmp_path: Path) -> None:
-    path = tmp_path / "work" / "mine" / "completions.jsonl"
-    path.parent.mkdir(parents=True)
-    assert default_output(path) == "outputs/score/completions.jsonl"
-    (path.parent / "eval.json").touch()  # an evaluation's: of the run and the step
-    assert default_output(path) == f"outputs/score/{tmp_path.name}-mine.jsonl"
 
 
 # Mistakes.

@@ -6,13 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import PIL.Image
 import pytest
 
 from grpo_cli import cli
 from tests.pictures import PNG, image_groups, write_groups
 from tests.tables import table
-from tests.test_images import encoded
 
 Grpo = Callable[..., tuple[int, str, str]]
 REWARDS = """
@@ -21,12 +19,8 @@ def reds_of(i):
 
 def red_pixels(completions, image):
     return [reds_of(i) for i in image]
-
-def length(completions):
-    return [float(len(c[-1]["content"])) for c in completions]
 """
 RED_PIXELS = "+reward.red.function=reds:red_pixels"
-LENGTH = "+reward.length.function=reds:length"
 
 
 @pytest.fixture
@@ -62,28 +56,6 @@ def test_a_reward_counts_the_red_pixels_of_a_runs_completions(
     assert [json.loads(line)["reward"] for line in lines] == expected
 
 
-def test_a_truncated_picture_is_named_with_row_and_column(grpo: Grpo, tmp_path: Path) -> None:
-    noisy = encoded(PIL.Image.effect_noise((200, 200), 50))
-    rows = [
-        {"prompt": "?", "image": {"bytes": PNG}},
-        {"prompt": "?", "image": {"bytes": noisy[: len(noisy) // 2]}},
-    ]
-    write_groups(tmp_path / "cut.parquet", image_groups(rows, 2, None))
-    code, out, err = grpo(RED_PIXELS, "input=cut.parquet")
-    assert (code, out) == (2, "")
-    assert "input = cut.parquet, row 2, column 'images': the image cannot be read: " in err
-    assert err.count("\n") == 1
-    assert grpo(LENGTH, "input=cut.parquet")[0] == 0
-
-
-def test_images_that_the_run_has_not_written(grpo: Grpo, tmp_path: Path) -> None:
-    write_groups(tmp_path / "a.parquet", image_groups(), images=False)
-    code, _, err = grpo(RED_PIXELS, "input=a.parquet")
-    assert code == 2
-    assert "a.parquet: holds no images, which the rewards read" in err
-    assert grpo(LENGTH, "input=a.parquet")[0] == 0
-
-
 def test_a_users_own_file_with_paths(grpo: Grpo, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/red.png").write_bytes(PNG)
@@ -97,10 +69,3 @@ def test_a_users_own_file_with_paths(grpo: Grpo, tmp_path: Path) -> None:
     code, _, err = grpo(*words)
     assert code == 2
     assert "input = data/own.jsonl, row 0, column 'image': the image cannot be read: " in err
-
-
-def test_one_row_of_a_recipe_with_its_image(grpo: Grpo) -> None:
-    words = ("recipe=shapes_tiny", "row=3", "completion=2", RED_PIXELS)
-    code, out, err = grpo(*words)
-    assert (code, err) == (0, ""), out
-    assert "shapes_train.parquet, row 3, column 'image'" in " ".join(out.split())

@@ -1,6 +1,5 @@
 """`grpo serve`, with a small script in place of vLLM's server."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -9,15 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from hydra import compose, initialize_config_module
-from rich.console import Console
 
 from grpo_cli import IMPORT_ROOT, cli
 from grpo_cli.commands import serve
@@ -27,8 +23,6 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm import launch, server_log
 from grpo_cli.generation.vllm.launch import ServerPlan, ServerSettings
-from grpo_cli.models import tiny
-from grpo_cli.training import build, prepare
 
 # In place of vllm.entrypoints.openai.api_server. Does what $FAKE says, and notes how it was called.
 FAKE = """
@@ -207,22 +201,6 @@ def planned(gpus: int = 0, recipe: Recipe | None = None, **words: Any) -> Server
     return serve.make_plan(ServerSettings(**words), recipe, gpus)
 
 
-def test_command_line_on_a_cpu(model: Path) -> None:
-    plan = planned(model=str(model), port=81, engine_args={"max_num_seqs": 512, "a": True})
-    words = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    words += ["--model", str(model), "--host", "127.0.0.1", "--port", "81", "--dtype", "float32"]
-    words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    words += ["--enable-scale-out"]
-    words += ["--worker-extension-cls", "grpo_cli.generation.vllm.worker.WorkerExtension"]
-    words += ["--middleware", "grpo_cli.generation.vllm.server_key.KeyMiddleware"]
-    words += ["--weight-transfer-config", '{"backend": "gloo"}', "--disable-uvicorn-access-log"]
-    words += ["--tensor-parallel-size", "1", "--data-parallel-size", "1"]
-    words += ["--kv-cache-memory-bytes", "1073741824", "--no-enable-chunked-prefill"]
-    words += ["--enforce-eager"]
-    words += ["--max-num-seqs", "512", "--a"]
-    assert plan.command() == words
-
-
 def test_command_line_on_gpus(model: Path) -> None:
     settings: dict[str, Any] = {"tensor_parallel": 2, "data_parallel": 2, "max_model_len": 99}
     arguments = {"b_c": False, "d": {"e": [1]}, "f": [1, "g"], "h": None}
@@ -242,21 +220,6 @@ def test_command_line_on_gpus(model: Path) -> None:
     plan = planned(4, model=str(model), eager=True, memory=0.5, dtype="float16")
     assert plan.command()[-3:] == ["--gpu-memory-utilization", "0.5", "--enforce-eager"]
     assert plan.dtype == "float16"
-
-
-def test_environment(model: Path) -> None:
-    root = str(IMPORT_ROOT)
-    given = {"A": "b", "OMP_NUM_THREADS": "3"}
-    plan = dataclasses.replace(planned(model=str(model)), key="k" * 16)
-    assert "k" * 16 not in f"{plan} {plan.command()}"
-    assert plan.environment(given) == {
-        **given,
-        "GRPO_SERVER_KEY": "k" * 16,
-        "PYTHONPATH": root,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
 
 
 def test_an_adapter_that_the_server_applies(model: Path) -> None:
@@ -359,29 +322,6 @@ def test_the_words_that_train(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert f"=[http://{shown}:81]'" in words(own=None, host=host, port=81)
 
 
-def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
-    small = ["model.build.hidden_size=32", "model.build.num_layers=1", "model.build.warmup_steps=2"]
-    recipe = composed("arithmetic_tiny", *small, f"output_dir={tmp_path}/out")
-    assert planned(recipe=recipe).path == ""
-    folder = serve.build_model(recipe)
-    assert folder.parent == tmp_path / "cache" / "tiny"
-    monkeypatch.delattr(tiny, "make_model")  # it is found, not made
-    prepared = prepare.for_training(recipe)
-    try:
-        alone: Any = SimpleNamespace(
-            is_main=True,
-            runs_in_lockstep=False,
-            half_type=None,
-            main_first=nullcontext,
-            console=Console(quiet=True),
-            say=print,
-        )
-        build.load_policy(prepared, alone, alone)
-    finally:
-        prepared.scorer.executor.close()
-
-
 # Processes.
 
 
@@ -442,32 +382,6 @@ def test_a_server_that_does_not_stop_is_killed(
     monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)
     once_ready(monkeypatch, stop(signal.SIGINT))
     assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 130
-    assert all_gone(fake()["pids"])
-
-
-FAILURES = {
-    "fails": "ValueError: Port 5 is not to my taste",
-    "is killed": "killed by SIGKILL",
-}
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("do", FAILURES)
-def test_a_server_that_does_not_come_up(
-    do: str,
-    model: Path,
-    port: int,
-    fake: Callable[[], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("FAKE", do)
-    assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 1
-    err = capsys.readouterr().err
-    log = server_log.log_path(port)
-    assert err.startswith(f"grpo: the server ended while it started\nThe last lines of {log}:\n  ")
-    assert err.rstrip().endswith(FAILURES[do])
     assert all_gone(fake()["pids"])
 
 

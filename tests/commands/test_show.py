@@ -11,7 +11,6 @@ from grpo_cli import cli
 from grpo_cli.reporting.reporter import completion_row, write_parquet
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
-from tests.pictures import image_groups, write_groups
 from tests.tables import table
 
 Grpo = Callable[..., tuple[int, str, str]]
@@ -80,12 +79,3 @@ def test_mistakes(grpo: Grpo, words: list[str], said: str) -> None:
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_the_images_of_a_prompt(grpo: Grpo) -> None:
-    write_groups(Path("run/completions/step-30.parquet"), image_groups())
-    code, out, err = grpo("run", "--number=6")
-    assert (code, err) == (0, "")
-    assert out.count("<image>") == 4
-    assert out.count("1 image: 30 x 20") == 2
-    assert out.count("1 image: 6 x 4") == 2

@@ -4,11 +4,9 @@ tests/commands/test_slurm_jobs.py runs it on a real SLURM.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.commands import slurm
-from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import TrainingError, UserError
 
 NEEDED = ["gpus_per_node=0", "time=1:00:00"]
@@ -67,15 +64,6 @@ def test_options_of_sbatch() -> None:
         "--mail-user=me",
     ]  # fmt: skip
     assert "--mem" not in " ".join(options_of("recipe=a", *NEEDED, "cpus_per_task=6"))
-
-
-def test_values_with_spaces_are_quoted_for_sbatch() -> None:
-    place = dataclasses.replace(HERE, log="/my logs/%x-%j.out")
-    text = text_of("recipe=a", *NEEDED, "job_name=my job", "sbatch.comment=it's #1", place=place)
-    assert "\n#SBATCH --job-name='my job'\n" in text
-    assert "\n#SBATCH --output='/my logs/%x-%j.out'\n" in text
-    (comment,) = [line for line in text.splitlines() if "--comment" in line]
-    assert shlex.split(comment.removeprefix("#SBATCH ")) == ["--comment=it's #1"]
 
 
 def test_a_model_on_several_gpus_has_fewer_copies() -> None:
@@ -125,20 +113,6 @@ def test_what_the_script_sets_is_not_to_be_set(words: list[str], message: str) -
     settings, _ = slurm.split_words([*NEEDED, "vllm_nodes=1"])
     with pytest.raises(UserError) as caught:
         slurm.words_to_compose(settings, words)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "device", "message"),
-    [
-        (0, "cuda", "device = cuda: gpus_per_node is 0; set one of the two."),
-        (2, "cpu", "device = cpu: gpus_per_node is 2; write device=auto, or gpus_per_node=0"),
-    ],
-)
-def test_nodes_have_the_recipes_device(gpus: int, device: str, message: str) -> None:
-    settings, _ = slurm.split_words([f"gpus_per_node={gpus}", "time=90", "check=false"])
-    with pytest.raises(UserError) as caught:
-        slurm.check(settings, Recipe(device=device))
     assert message in str(caught.value)
 
 
@@ -454,12 +428,6 @@ def told_in_training(job: Batch, then: str) -> int:
     return job.end(process)
 
 
-def test_a_signal_in_a_runs_last_moments(make: Callable[..., Batch]) -> None:
-    job = make()
-    assert told_in_training(job, "(run / 'summary.json').write_text('{}')") == 0
-    assert job.requeues() == 0
-
-
 @pytest.mark.programs
 def test_a_summary_of_before_is_not_this_runs_end(make: Callable[..., Batch]) -> None:
     job = make()
@@ -497,9 +465,3 @@ def test_a_dead_node_is_no_error_of_the_run(make: Callable[..., Batch]) -> None:
     job.sit(train="save('step-1'); sys.exit(1)")
     assert "no answer any more from: n2" in job.said
     assert job.requeues() == 1
-
-
-def test_a_folder_can_be_given(make: Callable[..., Batch], tmp_path: Path) -> None:
-    job = make(GRPO_RUN_DIR=str(tmp_path / "other"))
-    job.sit()
-    assert f'output_dir="{tmp_path}/other"' in job.calls()[1][1]

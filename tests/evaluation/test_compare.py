@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.compare import compare, main
-from grpo_cli.evaluation.paired import difference_interval, mcnemar, paired, sign_flip
+from grpo_cli.evaluation.compare import compare
+from grpo_cli.evaluation.paired import difference_interval, mcnemar, sign_flip
 
 Completed = tuple[str, str, int, int, bool | None]  # benchmark, mode, row, sample, correct
 
@@ -89,14 +89,6 @@ def test_single_completions(tmp_path: Path) -> None:
     assert "+33.3" in text_of(console)
 
 
-def test_a_long_name_is_not_cut_off_on_a_narrow_terminal(tmp_path: Path) -> None:
-    rows = single([True, False], "arithmetic_test_of_sums")
-    console = Console(file=io.StringIO(), width=80)
-    compare(store(tmp_path / "a", rows), store(tmp_path / "b", rows), console)
-    cells = [line.split("│")[1].strip() for line in text_of(console).splitlines() if "│" in line]
-    assert "".join(cells) == "arithmetic_test_of_sums"
-
-
 def test_several_completions_a_row(tmp_path: Path) -> None:
     def of_row(row: int, right: int, judged: int) -> list[Completed]:
         return [("math", "tir", row, i, i < right) for i in range(judged)]
@@ -115,33 +107,6 @@ def test_several_completions_a_row(tmp_path: Path) -> None:
     assert (numbers["test"], numbers["p_value"]) == ("sign_flip", 1.0)
     # From 1 to 1/2 is no flip.
     assert (numbers["flipped_to_right"], numbers["flipped_to_wrong"]) == ([7], [])
-
-
-def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
-    first = single([True, False]) + single([True], "math") + single([True], mode="tir")
-    second = single([False, True, True, None]) + single([True], "cmath") + single([], mode="tir")
-    console = said()
-    found = compare(store(tmp_path / "a", first), store(tmp_path / "b", second), console)
-    assert list(found["benchmarks"]) == ["gsm8k"]
-    assert list(found["benchmarks"]["gsm8k"]) == ["cot"]
-    assert found["benchmarks"]["gsm8k"]["cot"]["unpaired"] == 1
-    assert "warning: gsm8k (cot): 1 rows are in one of the two only and are left out; 2 are" in (
-        text_of(console)
-    )
-
-
-def test_ten_flipped_rows_are_shown_and_all_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = store(tmp_path / "a", single([False] * 13))
-    second = store(tmp_path / "b", single([True] * 13))
-    main([str(first), str(second), f"output={tmp_path / 'c' / 'compare.json'}"])
-    shown = capsys.readouterr().out
-    assert "rows from wrong to right: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 more" in shown
-    written = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert written == compare(first, second, said())
-    assert written["benchmarks"]["gsm8k"]["cot"]["flipped_to_right"] == list(range(13))
-    assert not (tmp_path / "compare.json").exists()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -203,15 +168,6 @@ def test_rows_of_different_problems_are_refused(tmp_path: Path) -> None:
     assert against("c", alike) == ""
 
 
-def test_only_rows_that_both_have_are_held_against_each_other(tmp_path: Path) -> None:
-    gold = float("nan")  # not equal to itself, but the same JSON
-    problems = {row: question(str(row), gold=gold) for row in range(4)}
-    first = store(tmp_path / "a", single([True, True]), known=problems)
-    unjudged: list[bool | None] = [None, False, True, True]
-    second = store(tmp_path / "b", single(unjudged), known={**problems, 0: question("x")})
-    assert compare(first, second, said())["benchmarks"]["gsm8k"]["cot"]["n"] == 1
-
-
 def judged(**settings: Any) -> dict[str, Any]:
     return {"benchmark": {"gsm8k": {"data": "openai/gsm8k", **settings}}}
 
@@ -268,32 +224,6 @@ def test_settings_that_differ_are_noted(tmp_path: Path) -> None:
     assert notes("e", {}) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give two files"),
-        (["a.json"], "got a.json."),
-        (["a.json", "b.json", "c.json"], "got a.json and b.json and c.json."),
-    ],
-)
-def test_words_that_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        main(words)
-
-
-def test_a_folder_means_the_evaluation_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = store(tmp_path / "a", single([True, False]))
-    second = store(tmp_path / "b", single([True, True]))
-    main([str(tmp_path / "a"), str(tmp_path / "b"), f"output={tmp_path / 'c.json'}"])
-    assert json.loads((tmp_path / "c.json").read_text()) == compare(first, second, said())
-    assert f"A: {first}\n" in capsys.readouterr().out
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"eval\.json: is missing; give a folder"):
-        compare(first, tmp_path / "empty", said())
-
-
 def test_mcnemar_by_hand() -> None:
     assert mcnemar(0, 0) == 1.0
     assert mcnemar(0, 1) == 1.0
@@ -333,15 +263,6 @@ def test_interval_without_a_difference_is_no_point() -> None:
     assert difference_interval([0.0] * 98) == pytest.approx((-expected, expected), abs=1e-7)
     # 1/3 - z * sqrt((3 / 3 - 1 / 9) / 3)
     assert difference_interval([1.0]) == (pytest.approx(-0.733536, abs=1e-6), 1.0)
-
-
-def test_the_other_way_round_is_the_mirror_image() -> None:
-    first, second = {1: (1, 4), 2: (3, 4), 5: (4, 4)}, {1: (2, 2), 2: (2, 4), 5: (1, 4)}
-    one, other = paired(first, second), paired(second, first)
-    assert one["difference"] == -other["difference"]
-    assert one["interval_95"] == [-x for x in reversed(other["interval_95"])]
-    assert one["p_value"] == other["p_value"]
-    assert one["flipped_to_right"] == other["flipped_to_wrong"] == [1]
 
 
 HOLDS, CAUTIOUS = (0.93, 0.97), (0.95, 1.0)

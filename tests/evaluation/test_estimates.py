@@ -113,16 +113,6 @@ def test_someone_wins_unless_all_abstain() -> None:
         assert together == pytest.approx(math.fsum(chances[: classes // 2]), abs=1e-10)
 
 
-def test_maj_at_1_is_the_share_of_right_completions() -> None:
-    assert maj_at_k([40, 20, 1], {1}, 3, 1) == pytest.approx(20 / 64, abs=1e-12)
-
-
-def test_no_problems() -> None:
-    nothing = estimate([], 0)
-    assert math.isnan(nothing.value)
-    assert (nothing.low, nothing.high) == (0.0, 1.0)
-
-
 def test_one_completion_a_problem_is_wilson_s_interval() -> None:
     # 8 of 10 (Wilson 1927): (0.8 + 0.192073 ± 1.959964 * sqrt(0.016 + 0.0096036)) / 1.384146
     found = estimate([1.0] * 8 + [0.0] * 2, 10)
@@ -148,10 +138,6 @@ def test_values_that_lie_closer_give_a_narrower_interval() -> None:
     assert (found.low, found.high) == pytest.approx(wilson(0.5, 16 * 4.05 / 1.05), abs=1e-12)
     # Values that are all alike are worth no more than their completions.
     assert estimate([0.5] * 100, 200) == Estimate(0.5, *wilson(0.5, 200))
-
-
-def test_completions_of_one_problem_are_no_new_problems() -> None:
-    assert estimate([1.0, 0.0] * 8, 16) == estimate([1.0, 0.0] * 8, 1024)
 
 
 # Where all problems together miss, or reach, less than about two whole ones, the interval is wider

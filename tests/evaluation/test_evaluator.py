@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Dataset, Eval, Generation, Recipe, Reward
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.evaluator import Evaluator, judged_text
 from grpo_cli.evaluation.summary import ProblemStats, as_metrics, summarize
@@ -84,14 +83,6 @@ def test_summarize_several_completions_and_rewards() -> None:
     assert found["rewards/other/mean"] == 3.0
     assert "maj@4" not in found, "nothing says what was answered"
     assert numbers(groups, "other")["accuracy"] == 0.0
-
-
-def test_a_reward_that_never_applied_has_no_mean() -> None:
-    found = numbers([[rollout(None)]])
-    assert math.isnan(found["rewards/right/mean"])
-    assert math.isnan(found["reward"])
-    assert found["accuracy"] == 0.0
-    assert nested(found)["reward"] is None
 
 
 ASKS = "\nThink step by step."
@@ -215,30 +206,6 @@ def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast)
     assert found["eval/rewards/steps/mean"] == 2.0
     assert found["eval/reward"] == 1.0
     assert found["eval/accuracy"] == 0.0
-
-
-def test_waiting_in_an_evaluation_is_not_that_of_a_step(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    class Waits(TrlRollouts):
-        def sample(self, *how: Any, **more: Any) -> None:
-            self.seconds_waited += 5.0
-            super().sample(*how, **more)
-
-    def function(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        return {"prompt_ids": [[5]], "completion_ids": [[7, 2]], "logprobs": [[-0.1, -0.2]]}
-
-    rewards = {"exact": Reward("exact_match")}
-    recipe = Recipe(reward=rewards, generation=Generation(max_completion_tokens=9))
-    prompts = [Prompt(0, [5], "", {"answer": "x"})]
-    task = held_out(recipe, "x", prompts, Scorer(rewards, ["answer"], "x"))
-    episodes = Waits("mine:function", function, tokenizer, {2}, {}, seconds_waited=1.0)
-    generator = Recites()
-    results = Evaluator(recipe.eval, Workers("cpu"), tokenizer, generator, [task], episodes).run(
-        keep_groups=True
-    )
-    assert [r.completion.ids for g in results[0].groups for r in g.rollouts] == [[7, 2]]
-    assert episodes.seconds_waited == 1.0
 
 
 def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedTokenizerFast) -> None:

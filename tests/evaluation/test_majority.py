@@ -158,10 +158,6 @@ def test_equal_texts_are_not_compared() -> None:
     assert asked == [("1/2", "0.5"), ("1/2", "3")]  # and the second 0.5 is known
 
 
-def test_no_completions() -> None:
-    assert count([], [], never) == Ballot([], [], set(), [])
-
-
 @pytest.mark.programs
 def test_many_problems_in_the_pool(executor: RewardExecutor) -> None:
     problems = [
@@ -175,19 +171,6 @@ def test_many_problems_in_the_pool(executor: RewardExecutor) -> None:
     assert ballots[0] == count(*problems[0], same_answer)
     ballots = count_in_pool(problems, executor)
     assert ballots[2].votes == [[0], [1]]
-
-
-def test_what_needs_no_comparison_does_not_go_through_the_pool() -> None:
-    executor = RewardExecutor(Scoring(workers=1))
-    problems = [
-        (["3", "3"], [False, False]),
-        (["1/2", "0.5"], [True, True]),
-        (["1/2", "0.5", None], [True, False, False]),
-        ([], []),
-    ]
-    ballots = count_in_pool(problems, executor)
-    assert [b.votes for b in ballots] == [[[0, 1]], [[0, 1]], [[0], [1]], []]
-    assert executor._pool is None, "no worker process was started"
 
 
 def test_comparisons_that_run_out_of_time_fall_back_to_text(
@@ -219,17 +202,3 @@ def test_one_text_that_runs_out_of_time_abstains_alone(
     monkeypatch.setattr(executor.pool, "submit", submitted)
     found = answers_in_pool([r"\boxed{1}", slow, r"\boxed{2}"], executor)
     assert found == ["1", None, "2"]
-
-
-def test_an_error_in_a_worker_is_no_answer(
-    executor: RewardExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def submitted(call: Call) -> Future[CallResult]:
-        future: Future[CallResult] = Future()
-        future.set_result(CallResult(error="MemoryError"))
-        return future
-
-    monkeypatch.setattr(executor.pool, "submit", submitted)
-    assert answers_in_pool(["12"], executor) == [None]
-    ballots = count_in_pool([(["1/2", "0.5"], [False, False])], executor)
-    assert ballots[0].votes == [[0], [1]]

@@ -1,5 +1,3 @@
-import csv
-import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +18,7 @@ from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from tests.evaluation.modes import prompted
 from tests.programs import ROOT
+from tests.tables import table
 
 DATA = [
     {"id": "a", "question": "1+1?", "answer": "2"},
@@ -98,46 +97,6 @@ def test_columns_are_renamed(tmp_path: Path, executor: RewardExecutor) -> None:
     groups = read(path, config, columns={"completion": "solution", "answer": "gold"})
     assert groups[0].prompt.columns == {"question": "Q", "answer": "4"}
     assert values(groups, config, executor) == [[1.0]]
-
-
-def as_jsonl_gz(path: Path, lines: list[Line]) -> Path:
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    path = path.with_suffix(".jsonl.gz")
-    path.write_bytes(gzip.compress(text.encode()))
-    return path
-
-
-def as_json(path: Path, lines: list[Line]) -> Path:
-    path = path.with_suffix(".json")
-    path.write_text(json.dumps(lines), "utf-8")
-    return path
-
-
-def as_csv(path: Path, lines: list[Line]) -> Path:
-    path = path.with_suffix(".csv")
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*lines[0]])
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
-
-
-def as_parquet(path: Path, lines: list[Line]) -> Path:
-    path = path.with_suffix(".parquet")
-    reporter.write_parquet(path, lines)
-    return path
-
-
-@pytest.mark.parametrize("form", [as_jsonl_gz, as_json, as_csv, as_parquet])
-def test_each_format(form: Any, tmp_path: Path, mine: Benchmark) -> None:
-    lines = [
-        {"row": 2, "completion": "z", "finish_reason": "length", "completion_ids": [7, 8]},
-        {"row": 0, "completion": "x", "finish_reason": "eos", "completion_ids": [9]},
-    ]
-    groups = read(form(tmp_path / "c", lines), mine)
-    assert shape(groups) == [(0, ["x"]), (2, ["z"])]
-    assert groups[0].rollouts[0].completion == Completion([9], [0.0], "stop")
-    assert groups[1].rollouts[0].completion == Completion([7, 8], [0.0, 0.0], "length")
 
 
 # Several completions of a problem.
@@ -229,11 +188,6 @@ def test_how_many_of_the_datas_rows_have_completions(tmp_path: Path, mine: Bench
         assert (len(found.groups), found.rows) == counts
 
 
-def test_the_data_is_not_counted_where_it_is_not_needed(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.jsonl", [{**row, "completion": "x"} for row in DATA])
-    assert load(path, Benchmark(data="not/read")).rows is None
-
-
 def test_published_results_stand_beside_the_benchmarks_own_problems_only(
     tmp_path: Path, mine: Benchmark
 ) -> None:
@@ -274,13 +228,6 @@ def test_an_id_that_the_data_has_twice(tmp_path: Path) -> None:
             read(path, mine)
     by_row = [{"row": r, "id": rows[r]["id"], "completion": "x"} for r in (3, 0)]
     assert shape(read(write(tmp_path / "d.jsonl", by_row), mine)) == [(0, ["x"]), (3, ["x"])]
-
-
-def test_rows_without_an_id_do_not_share_one(tmp_path: Path) -> None:
-    rows = [{**row, "id": None} for row in DATA[:2]] + DATA[2:]
-    mine = Benchmark(data=str(write(tmp_path / "some.jsonl", rows)))
-    path = write(tmp_path / "c.jsonl", [{"id": "c", "completion": "8"}])
-    assert shape(read(path, mine)) == [(2, ["8"])]
 
 
 # What `grpo eval` and a run have written.
@@ -364,80 +311,38 @@ def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExe
 # What is wrong is said.
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
+@table(
+    ("lines", "said"),
     [
-        ([{"text": "x"}], "completions = {path}: has no column 'completion'; it has text."),
+        ([{"text": "x"}], "has no column 'completion'; it has text."),
+        ([{"row": 0, "completion": None}], "row 0: the completion is None; it must be text."),
+        ([{"completion": "x"}], "Name one with columns.answer=NAME, columns.row=NAME or columns.i"),
+        ([{"row": 3, "completion": "x"}], "row 0: row is 3; {data} has no such row."),
+        ([{"id": "z", "completion": "x"}], "row 0: id is 'z'; {data} has no such row."),
+        ([{"row": 0, "completion": "x"}, {"row": 1.5, "completion": "x"}], "row 1: row is 1.5; it"),
+        ([{"id": "a", "completion": "x"}, {"id": None, "completion": "x"}], "row 1: id is None"),
         (
-            [{"row": 0, "completion": None}],
-            "completions = {path}, row 0: the completion is None; it must be text.",
-        ),
-        (
-            [{"completion": "x"}],
-            "completions = {path}: has no column 'answer', and neither `row` nor `id` to find it "
-            "by in {data}, which has 3 rows for the 1 problems here. Name one with "
-            "columns.answer=NAME, columns.row=NAME or columns.id=NAME.",
-        ),
-        (
-            [{"row": 3, "completion": "x"}],
-            "completions = {path}, row 0: row is 3; {data} has no such row.",
-        ),
-        (
-            [{"id": "z", "completion": "x"}],
-            "completions = {path}, row 0: id is 'z'; {data} has no such row.",
-        ),
-        (
-            [{"row": 0, "completion": "x"}, {"row": 1.5, "completion": "x"}],
-            "completions = {path}, row 1: row is 1.5; it must be a whole number, 0 or more.",
-        ),
-        (
-            [{"id": "a", "completion": "x"}, {"id": None, "completion": "x"}],
-            "completions = {path}, row 1: id is None; it must be a value.",
-        ),
-        (
-            [{"row": 1, "completion": "x"}, {"row": 0, "completion": "x"}] * 2
-            + [{"row": 1, "completion": "x"}],
-            "completions = {path}: there are 2 of the problem of line 1 and 3 of that of line 0 "
-            "(counted from 0); there must be as many of each.",
+            [{"row": row, "completion": "x"} for row in (1, 0, 1, 0, 1)],
+            "there are 2 of the problem of line 1 and 3 of that of line 0 (counted from 0)",
         ),
         (
             [{"row": 0, "question": "2+3?", "completion": "x"}],
-            "completions = {path}, row 0: the question is not that of row 0 of {data}.",
+            "row 0: the question is not that of row 0 of {data}.",
         ),
         (
             [{"answer": "1", "completion": "x"}, {"answer": None, "completion": "x"}],
-            "completions = {path}, row 1: the column 'answer', which the reward math needs, is "
-            "null or empty.",
+            "row 1: the column 'answer', which the reward math needs, is null or empty.",
         ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(
-    lines: list[Line], expected: str, tmp_path: Path, mine: Benchmark
+    lines: list[Line], said: str, tmp_path: Path, mine: Benchmark
 ) -> None:
     path = write(tmp_path / "c.jsonl", lines)
     with pytest.raises(UserError) as error:
         read(path, mine)
-    wanted = expected.replace("{path}", str(path)).replace("{data}", mine.data)
-    assert str(error.value).startswith(wanted)
-
-
-def test_a_breakdown_that_the_file_lacks(tmp_path: Path, mine: Benchmark) -> None:
-    path = write(tmp_path / "c.jsonl", [{"answer": "1", "completion": "x", "level": 3}])
-    assert read(path, replace(mine, breakdown=["level"]))[0].prompt.columns["level"] == 3
-    expected = "breakdown needs the column 'grade', .* Rename one with columns.grade=NAME"
-    with pytest.raises(UserError, match=expected):
-        read(path, replace(mine, breakdown=["grade"]))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path, mine: Benchmark) -> None:
-    with pytest.raises(UserError, match=r"completions = .*none\.jsonl: there is no such file\."):
-        read(tmp_path / "none.jsonl", mine)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"or completions\.jsonl of an evaluation"):
-        read(tmp_path / "empty", mine)
-    path = write(tmp_path / "c.jsonl", [{"completion": "x"}])
-    with pytest.raises(UserError, match=r"columns\.answer = 'gold': .* has no such column"):
-        read(path, mine, columns={"answer": "gold"})
+    assert str(error.value).startswith(f"completions = {path}")
+    assert said.replace("{data}", mine.data) in str(error.value)
 
 
 # Whole sets.

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import PIL.Image
 import pytest
 
 from grpo_cli.cli import run_command
 from grpo_cli.data.stored_completions import load
 from grpo_cli.reporting.reporter import write_parquet
 from tests.pictures import PNG, ROWS, image_groups, write_groups
-from tests.test_images import encoded
 
-SIZES = [(30, 20), (10, 10)]
 REWARD = """
 def wide(completions, answer, image):
     return [float(i is not None and i.size == (30, 20)) for i in image]
@@ -45,16 +41,6 @@ def test_completions_of_a_run_are_scored_with_their_images(folder: Path) -> None
     for one, other in zip(before, after, strict=True):
         assert one.images[0].open().tobytes() == other.images[0].open().tobytes()
         assert other.columns["image"] is other.images[0]
-
-
-def test_a_truncated_picture_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    noisy = encoded(PIL.Image.effect_noise((200, 200), 50))
-    cut: dict[str, Any] = {**ROWS[0], "image": {"bytes": noisy[:-900]}}
-    write_groups(folder / "a.parquet", image_groups([ROWS[0], cut], max_pixels=None))
-    assert evaluate("completions=a.parquet") == 2
-    err = capfd.readouterr().err
-    assert "completions = a.parquet, row 2, column 'images': the image cannot be read: " in err
-    assert err.count("\n") == 1
 
 
 def test_images_come_from_the_benchmarks_data_where_the_file_has_none(folder: Path) -> None:

@@ -14,9 +14,6 @@ from grpo_cli.planning.memory import Job, Lengths, memory
 from grpo_cli.planning.plan import (
     Plan,
     changes,
-    duration,
-    gb,
-    number,
     predict,
     text_of,
     with_values,
@@ -107,11 +104,6 @@ def test_changes_that_fit_come_first() -> None:
     assert "note: something is left out\n" in text
 
 
-def test_eight_gpus_can_be_sharded_over() -> None:
-    plan = seven_b({"generation.engine": "vllm_server"}, H100, gpus=8)
-    assert "distributed=fsdp2" in [c.words for c in changes(plan) if c.plan.fits]
-
-
 def test_seconds_follow_the_work() -> None:
     plan = seven_b({}, H100)
     assert plan.step_seconds == pytest.approx(sum((plan.seconds or {}).values()))
@@ -124,25 +116,6 @@ def test_seconds_follow_the_work() -> None:
     assert more["optimizer"] == less["optimizer"]
     unknown = devices.named("80", torch.bfloat16)
     assert step_seconds(replace(plan.job, device=unknown)) is None
-
-
-def test_measured_figures_stand_beside_the_plan() -> None:
-    plan = seven_b({}, H100)
-    measured = {
-        "memory": {"optimizer": 5e9}, "time": {"generate": 2.0}, "step_seconds": 3.0,
-        "completion_tokens": 91.3,
-    }  # fmt: skip
-    text = text_of(plan, [], [], measured)
-    assert "(measured 5.0 GB)" in text
-    assert "(measured 2 s)" in text
-    assert "measured with completions of 91.3 tokens" in text
-
-
-def test_numbers_for_people() -> None:
-    assert [gb(4e6), gb(1.26e9), gb(172e9)] == ["4 MB", "1.3 GB", "172 GB"]
-    assert [number(512), number(1.02e6), number(3e12)] == ["512", "1.02 M", "3 T"]
-    seconds = (0.0123, 8, 600, 36000, 1e6)
-    assert [*map(duration, seconds)] == ["12.3 ms", "8 s", "10 min", "10 h", "11.6 days"]
 
 
 @pytest.mark.parametrize("name", devices.GPUS)

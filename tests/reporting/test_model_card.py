@@ -72,15 +72,6 @@ def test_a_reader_finds_results_recipe_command_and_paper() -> None:
     assert "6 of 9 steps" in text
 
 
-def test_a_folder_and_a_file_are_no_names_on_the_hub(tmp_path: Path) -> None:
-    made = recipe(model__path=str(tmp_path), dataset__train=str(tmp_path / "rows.jsonl"))
-    text = card(made, before=None, after=None)
-    data = ModelCard(text).data
-    assert (data.base_model, data.datasets, data.eval_results) == (None, None, None)
-    assert "| data | rows.jsonl |" in text
-    assert "Evaluation" not in text
-
-
 @table(
     ("key", "value", "is_shown"),
     [

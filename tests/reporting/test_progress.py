@@ -50,12 +50,6 @@ def test_a_resumed_run_counts_from_where_it_began(now: list[float]) -> None:
     assert shown.getvalue().splitlines() == ["train 81/100  x", "train 82/100  x  3:00 left"]
 
 
-def test_the_end_has_no_time_left(now: list[float]) -> None:
-    bar, shown = bar_of(1)
-    bar.update(1, "x")
-    assert shown.getvalue() == "train 1/1  x  0:00 left\n"
-
-
 def test_on_a_terminal_the_bar_shows_what_is_done_before_the_first_step() -> None:
     bar, shown = bar_of(20, terminal=True)
     bar.start_at(0)
@@ -68,12 +62,3 @@ def test_on_a_terminal_the_bar_shows_what_is_done_before_the_first_step() -> Non
     assert "generate 12/64" in shown.getvalue()
     heartbeat.at("generate")
     assert heartbeat.activity() == "generate", "the detail was of another stage"
-
-
-def test_a_quiet_console_shows_nothing() -> None:
-    shown = io.StringIO()
-    bar = progress.Bar(Console(file=shown, force_terminal=True, quiet=True), "train", 3)
-    bar.start_at(0)
-    bar.update(1, "x")
-    bar.close()
-    assert (shown.getvalue(), bar.bar) == ("", None)

@@ -79,19 +79,6 @@ def test_rollouts_without_a_reward_are_counted_and_no_part_of_means() -> None:
     assert found["rewards/r/std"] == 0.0
 
 
-def test_lengths_of_those_that_ended() -> None:
-    step = [outcome(0.0, 9, True), outcome(0.0, 2), outcome(0.0, 5)]
-    found = rollout_metrics({0: step})
-    assert found["completions/mean_length"] == pytest.approx(16 / 3)
-    assert found["completions/max_length"] == 9.0
-    assert found["completions/mean_terminated_length"] == 3.5
-    assert found["completions/min_terminated_length"] == 2.0
-    assert found["completions/max_terminated_length"] == 5.0
-    none_ended = rollout_metrics({0: [outcome(0.0, 9, True)] * 2})
-    assert none_ended["completions/mean_terminated_length"] == 0.0
-    assert none_ended["completions/clipped_ratio"] == 1.0
-
-
 def test_outcomes_of_groups() -> None:
     r = make_rollout(
         [1, 2, 3], [4, 5], reward=2.0, parts={"a": 0.5, "b": None, "c": 3.0}, finish_reason="length"
@@ -147,15 +134,6 @@ def test_reward_tensors_by_hand() -> None:
     torch.testing.assert_close(swapped["parts"], found["parts"].flip(-1), equal_nan=True)
 
 
-def test_rewards_of_the_rule_are_outcomes_and_those_of_the_metrics_all() -> None:
-    alone = outcome(1.0, a=1.0, b=None)
-    step = [outcome(4.0, rest=1.0, steps={"b": [3.0]}, a=1.0, b=3.0), alone]
-    assert reward_tensors({0: step}, {"a": 1.0, "b": 1.0})["rewards"].tolist() == [[1.0, 1.0]]
-    assert rollout_metrics({0: step})["reward"] == 2.5
-    assert rollout_metrics({0: step})["frac_reward_zero_std"] == 0.0
-    assert rollout_metrics({0: step})["rewards/b/mean"] == 3.0
-
-
 def test_metrics_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
     groups = {p: [outcome(0.1 * p + i, 1 + p) for i in range(3)] for p in range(5)}
     backwards = dict(reversed(groups.items()))
@@ -190,12 +168,3 @@ def test_metrics_of_episodes_are_trls() -> None:
         }
     )
     assert metrics["completions/max_length"] == 4, "the reply is not the model's"
-
-
-def test_episodes_without_calls_have_no_failures() -> None:
-    failed = make_episode((), stop_reason="env_timeout", messages=(), env_retries=2)
-    metrics = rollout_metrics(dict(rollout_stats([make_group(0, [failed, make_episode()])])))
-    assert metrics["tools/call_frequency"] == metrics["tools/failure_frequency"] == 0
-    assert metrics["environment/unscored"] == 1
-    assert metrics["environment/retries"] == 2
-    assert metrics["episode/turns/mean"] == 1, "no turn was taken in the other"

@@ -24,29 +24,11 @@ def test_a_line_that_is_being_written_is_left_out(folder: Path) -> None:
     assert [line["step"] for line in RunFolder.open(folder).metrics()] == [1, 2]
 
 
-def test_a_run_that_has_just_begun_has_nothing(folder: Path) -> None:
-    run = RunFolder.open(folder)
-    assert (run.metrics(), run.alarms(), run.summary(), run.plan()) == ([], [], None, None)
-    assert run.recipe["steps"] == 3
-    assert not run.is_running
-
-
-def test_a_checkpoint_is_of_its_run(folder: Path) -> None:
-    checkpoint = folder / "checkpoints" / "step-2"
-    checkpoint.mkdir(parents=True)
-    assert RunFolder.open(checkpoint).path == folder
-
-
 def test_a_held_lock_is_a_running_run(folder: Path) -> None:
     held = Lock(folder)
     assert RunFolder.open(folder).is_running
     held.release()
     assert RunFolder.open(folder).is_running is False
-
-
-def test_a_lock_that_cannot_be_read_tells_nothing(folder: Path) -> None:
-    (folder / ".lock").mkdir()  # any OSError, such as of a network file system
-    assert RunFolder.open(folder).is_running is None
 
 
 def test_a_run_of_another_machine_is_not_known_to_run(folder: Path) -> None:
@@ -69,9 +51,3 @@ def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> Non
     run = RunFolder(folder)
     with pytest.raises(UserError, match=name):
         _ = run.metrics(), run.summary(), run.recipe
-
-
-def test_a_damaged_recipe_is_named(folder: Path) -> None:
-    (folder / "recipe.yaml").write_text("a: [", encoding="utf-8")
-    with pytest.raises(UserError, match=r"recipe\.yaml: cannot be read"):
-        _ = RunFolder.open(folder).recipe

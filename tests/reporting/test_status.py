@@ -74,11 +74,3 @@ def test_the_first_end_counts(
     found = read_json(tmp_path / STATUS)
     assert found is not None
     assert (found["state"], found["message"]) == (state, message)
-
-
-def test_a_run_that_was_never_begun_leaves_the_file_of_the_one_before(
-    writer: Status, tmp_path: Path
-) -> None:
-    (tmp_path / STATUS).write_text("{}", encoding="utf-8")
-    writer.end_with(UserError("the folder holds another run"))
-    assert read_json(tmp_path / STATUS) == {}

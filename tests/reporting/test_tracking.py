@@ -6,7 +6,6 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from grpo_cli.config import schema
 from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.tracking import Trackers
-from tests.tables import table
-from tests.training.test_train import metrics, recipe, trained
+from tests.training.test_train import metrics, trained
 
 Calls = list[tuple[Any, ...]]
 
@@ -156,33 +154,6 @@ def test_a_tracker_that_does_not_start_ends_a_new_run_only(
         "note: tracking.backend = wandb: cannot be started: ValueError: no key configured; the run "
         "continues without it"
     ]
-
-
-def test_mlflow_gets_names_that_it_takes(lines: list[str]) -> None:
-    live, seen = Trackers(lines.append), []
-    live._live["mlflow"] = SimpleNamespace(log=lambda values, step: seen.append(values))
-    live._live["comet_ml"] = SimpleNamespace(log=lambda values, step: seen.append(values))
-    live.log({"eval/gsm8k/maj@8": 0.5}, 1)
-    assert seen == [{"eval/gsm8k/maj_at_8": 0.5}, {"eval/gsm8k/maj@8": 0.5}]
-
-
-@table("given", [["none", "wandb"], ["wandb", "wandb"], []])
-def test_names_that_contradict_are_refused(given: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tracking.backend = \[.*: name each tracker once, or non"):
-        recipe(tmp_path, tracking__backend=given)
-
-
-@table(
-    ("backend", "knob"),
-    [(b, k) for b in ("none", "tensorboard", "dvclive") for k in ("project", "name")],
-)
-def test_other_trackers_have_no_project_and_no_name(
-    backend: str, knob: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=rf"tracking\.{knob} = mine: .* it is {backend}"):
-        recipe(tmp_path, tracking__backend=backend, **{f"tracking__{knob}": "mine"})
-    both = recipe(tmp_path, tracking__backend=["wandb"], **{f"tracking__{knob}": "mine"})
-    assert getattr(both.tracking, knob) == "mine"
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from rich.console import Console
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.records import Rollout
 from grpo_cli.reporting.trajectories import printable, trajectory
-from tests.conftest import make_rollout
 from tests.episodes import make_episode
 
 
@@ -43,27 +42,6 @@ def test_an_episode_turn_by_turn() -> None:
         "metrics: wins 1",
         "turns of the model: 2; tokens: 4 sampled, 2 of replies",
     ]
-
-
-def test_replies_are_dimmed_and_turns_of_the_model_are_not() -> None:
-    lines = shown(make_episode((None, None)), color=True).splitlines()
-    (reply,) = [line for line in lines if "42" in line and "tool" in line]
-    (answer,) = [line for line in lines if "It is 42." in line]
-    assert "\x1b[2" in reply
-    assert "\x1b[2" not in answer
-
-
-def test_a_plain_completion() -> None:
-    lines = shown(make_rollout(prompt="2+2=", text="4"), finish_reason="stop").splitlines()
-    assert lines[1:] == ["no reward · ended: stop", "prompt: 2+2=", "assistant: 4"]
-
-
-def test_an_environment_that_failed() -> None:
-    r = make_episode((None,), stop_reason="env_error", messages=())
-    lines = shown(r, reward=None, env_error="connection lost")
-    assert "no reward · ended: env_error" in lines
-    assert "the environment failed: connection lost" in lines
-    assert "assistant: decoded" in lines
 
 
 @pytest.mark.parametrize(

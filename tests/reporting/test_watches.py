@@ -65,12 +65,3 @@ def test_a_stored_state_goes_on_as_if_nothing_had_happened(stop_after: int) -> N
             state.restore(stored, watches)
         found += [(number, w.name) for w, _ in state.follow(watches, {"x": value})]
     assert found == [(4, "0"), (4, "1"), (8, "0"), (8, "1")]
-
-
-def test_a_changed_rule_begins_anew() -> None:
-    watches = Watches()
-    old, new = (Watch("x", Level(above=2, steps=n), measured("x")) for n in (2, 3))
-    for _ in range(2):
-        assert [*watches.follow([new], {"x": 2.0})] == []
-    assert [*watches.follow([old], {"x": 2.0})] == []
-    assert watches.state_of(old).beyond == 1

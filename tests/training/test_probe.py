@@ -15,8 +15,6 @@ from grpo_cli.evaluation.probe.run import Policy, ProbeResult, run_probe
 from grpo_cli.training import probe
 from grpo_cli.training.prepare import MADE_UP
 from grpo_cli.training.run import Run
-from tests.fake_vllm import serving
-from tests.training.rollouts.test_prefetch import SamplingVllm, serve
 from tests.training.test_train import built, metrics, trained, weights
 
 pytestmark = pytest.mark.runs
@@ -147,15 +145,6 @@ def test_weights_are_the_same_with_an_environment(tmp_path: Path) -> None:
     assert found["findings"][0]["settings"] == ["episode.turn_tokens=16"]
 
 
-def test_weights_are_the_same_with_a_vllm_server(tmp_path: Path) -> None:
-    first = built(tmp_path / "first")
-    first.close()
-    fake = SamplingVllm(first.policy)
-    with serving(fake):
-        found = same_weights(tmp_path, **serve([fake]))
-    assert found["can_learn"]
-
-
 def test_a_run_that_cannot_learn_is_stopped_where_that_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,13 +167,3 @@ def test_a_reward_that_raises_is_a_finding(tmp_path: Path) -> None:
     assert verdict.findings[0].name == "reward_error"
     assert "RuntimeError: no such file" in verdict.sentence
     assert live.scorer.rewards["broken"].on_error == "stop", "the run's own scorer stays strict"
-
-
-def test_a_resumed_run_is_not_probed_again(tmp_path: Path) -> None:
-    live = trained(tmp_path, steps=1, dataset__eval=None)
-    live = built(tmp_path, steps=2, dataset__eval=None, resume="auto", probe=True)
-    assert not probe.is_due(live)
-    live.close()
-    fresh = built(tmp_path / "other", probe=True)
-    assert probe.is_due(fresh)
-    fresh.close()

@@ -90,13 +90,6 @@ def test_a_plateau(accuracies: list[float], expected: int | None) -> None:
     assert plateau(accuracies) == expected
 
 
-def test_the_longest_time_of_all_processes_counts() -> None:
-    slower: Any = SimpleNamespace(size=2, max=lambda value: 2 * value)
-    rules = StopRules(Stop(hours=1.5))
-    rules.follow_step({}, 3600.0, slower)
-    assert rules.reason == ("stop.hours", "2 hours are spent (stop.hours = 1.5)")
-
-
 def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
     config = Stop(zero_gradient=4, plateau=2, hours=1.0)
     for stop_after in range(7):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from grpo_cli.config.schema import Advantage, Generation, Loss, Recipe, Reward
-from grpo_cli.evaluation.probe.run import measure, signal_key, spread
+from grpo_cli.config.schema import Advantage, Generation, Recipe, Reward
+from grpo_cli.evaluation.probe.run import measure, signal_key
 from grpo_cli.evaluation.probe.verdict import Measured, Mismatch
 from grpo_cli.records import Group, Rollout
 from tests.conftest import make_group, make_rollout
@@ -70,18 +70,6 @@ def test_by_hand() -> None:
     assert m.examples[0].rewards == {"right": 1.0, "form": 1.0}
 
 
-def test_truncated_completions_that_do_not_train() -> None:
-    masked = replace(RECIPE, loss=Loss(mask_truncated=True))
-    for g in GROUPS:
-        for r in g.rollouts:
-            r.excluded = r.completion.finish_reason == "length"
-    m = measured(GROUPS, masked)
-    for r in GROUPS[0].rollouts:
-        r.excluded = False
-    assert m.excluded == 1 / 8
-    assert m.own_signal.share == 0.25, "the right one of each pair still trains"
-
-
 def test_a_completion_without_a_value() -> None:
     groups = [make_group(0, [rollout(None, [7, EOS]), rollout(0.0, [7, EOS])])]
     m = measured(groups, samples=2)
@@ -99,17 +87,3 @@ def test_what_has_to_differ() -> None:
     b.step_rewards = {"form": [(0, 1.0)]}
     assert signal_key(RECIPE, a) != signal_key(RECIPE, b)
     assert signal_key(RECIPE, rollout(None, [7])) is None
-
-
-def test_some_rollouts_of_as_many_prompts_as_possible() -> None:
-    found = spread(GROUPS, 3)
-    assert found == [GROUPS[0].rollouts[0], GROUPS[1].rollouts[0], GROUPS[0].rollouts[1]]
-    assert len(spread(GROUPS, 99)) == 8
-
-
-def test_long_texts_are_shortened() -> None:
-    long = rollout(1.0, [7])
-    long.text = "a" * 200 + "b"
-    long.prompt = replace(long.prompt, text="a" + "b" * 200)
-    (shown,) = measured([make_group(0, [long] * 2)], samples=2).examples
-    assert (shown.completion, shown.prompt) == ("a" * 199 + "…", "…" + "b" * 199)

@@ -11,8 +11,6 @@ import pytest
 from grpo_cli.reporting.report.completions import (
     Completions,
     Limits,
-    chosen_steps,
-    columns_of,
     read,
     shortened,
     token_arrays,
@@ -59,13 +57,6 @@ def test_without_a_tokenizer_there_are_texts_only(tmp_path: Path) -> None:
     assert len(found.table["completion"]) == 20
 
 
-def test_steps_are_spread_evenly() -> None:
-    assert chosen_steps({1: 10, 20: 10, 40: 10}, 30) == {1: 10, 20: 10, 40: 10}
-    assert chosen_steps({1: 10, 20: 10, 40: 10, 60: 10, 80: 10}, 30) == {1: 10, 40: 10, 80: 10}
-    assert chosen_steps({1: 100, 20: 100, 40: 100}, 10) == {1: 5, 40: 5}
-    assert chosen_steps({1: 10, 20: 10}, 0) == {}
-
-
 def test_a_long_text_loses_its_middle(tmp_path: Path) -> None:
     assert shortened("abcdef", 6) == ("abcdef", 0)
     text, missing = shortened("abcdefghij", 4)
@@ -76,14 +67,6 @@ def test_a_long_text_loses_its_middle(tmp_path: Path) -> None:
     assert found.table["shortened"] == 20
     assert max(map(len, found.table["completion"])) < 600
     assert found.table["token_total"] == 0  # colours would show the middle
-
-
-def test_of_too_many_tokens_some_completions_have_theirs() -> None:
-    rows = [completion(1, i, 0, 10, "abcd") for i in range(10)]
-    arrays, places = token_arrays(rows, [True] * 10, most=14)
-    assert places["token_total"] == 16
-    assert places["first_token"] == [0, -1, -1, 4, -1, -1, 8, -1, -1, 12]
-    assert arrays["used"] == [97, 98, 99, 100]
 
 
 def test_advantages_of_tokens_and_replies_of_tools() -> None:
@@ -105,18 +88,3 @@ def test_a_secret_is_in_no_text_and_no_token(
     with_secret = [i for i, text in enumerate(found.table["completion"]) if "apples is" in text]
     assert with_secret
     assert {found.table["first_token"][i] for i in with_secret} == {-1}
-
-
-def test_prompts_episodes_and_extras_have_limits_of_their_own() -> None:
-    messages = '[{"role": "user", "content": "' + "m" * 900 + '"}]'
-    rows = [
-        completion(1, i, 0, 10, "a")
-        | {"prompt": f"{i}" * 1000, "messages": messages, "extras/note": "n" * 5000, "extras/k": i}
-        for i in range(4)
-    ]
-    table, _ = columns_of(rows, None, Limits(text=800, characters=2000))
-    prompts = [table["texts"][place] for _, place in table["problems"]]
-    assert [len(p.partition("\n")[0]) for p in prompts] == [400, 400, 400, 200]
-    assert [len(value) < 500 for value in table["extras"]["note"]] == [True] * 4
-    assert table["extras"]["k"] == [0, 1, 2, 3]
-    assert sorted(table["episodes"]) == ["0", "1"], "of the others the page shows the text"

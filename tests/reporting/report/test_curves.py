@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_cli.reporting.report.curves import columns, rounded
+from grpo_cli.reporting.report.curves import columns
 
 
 def test_missing_values_stay_missing() -> None:
@@ -19,9 +19,3 @@ def test_a_long_run_is_drawn_by_the_means_of_steps() -> None:
     assert columns(metrics, most=3) == {
         "steps": [3, 6, 7], "every": 3, "columns": {"a": [2, 5, 7], "rare": [7, None, None]},
     }  # fmt: skip
-
-
-def test_values_are_short() -> None:
-    assert rounded(0.123456789) == 0.12346
-    assert (rounded(float("nan")), rounded(float("inf"))) == (None, None)
-    assert repr(rounded(3.0)) == "3"

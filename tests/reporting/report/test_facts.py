@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config.compose import shipped
 from grpo_cli.config.saved_recipe import changes
 from grpo_cli.reporting.report import facts
@@ -24,13 +23,6 @@ def folder(tmp_path: Path) -> Path:
 def state(folder: Path) -> str:
     found: str = facts.of_run(RunFolder.open(folder), [])["state"]
     return found
-
-
-def test_a_run_that_goes_on(folder: Path) -> None:
-    held = Lock(folder)
-    write_json(folder / "status.json", {"state": "training", "device": "cuda", "processes": 4})
-    assert state(folder) == "running"
-    held.release()
 
 
 @pytest.mark.parametrize(

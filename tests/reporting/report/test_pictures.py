@@ -15,13 +15,6 @@ def test_each_image_is_held_once() -> None:
     assert all(url.startswith("data:image/png;base64,") for url in pictures.urls)
 
 
-def test_a_large_image_shrinks() -> None:
-    pictures = Pictures(10_000)
-    assert pictures.add({"bytes": encoded(RED.resize((2000, 1000)))}) == 0
-    assert pictures.urls[0].startswith("data:image/webp;base64,")
-    assert pictures.sizes == [(2000, 1000)]
-
-
 def test_what_is_no_picture_and_what_has_no_room() -> None:
     assert Pictures(10_000).add({"bytes": b"broken"}) == -2
     assert Pictures(10_000).add(None) == -2

@@ -21,9 +21,3 @@ def test_the_newest_checkpoint_comes_first(tmp_path: Path) -> None:
     assert places[0] == "checkpoints/step-10/tokenizer.json"
     assert places[1] == "checkpoints/step-10/training/model/tokenizer.json"
     assert places[2] == "checkpoints/step-4/tokenizer.json"
-
-
-def test_no_tokenizer_no_texts(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, stored=())
-    (folder / "checkpoints" / "step-10" / "tokenizer.json").write_text("broken")
-    assert texts_of(RunFolder.open(folder), [97]) is None
