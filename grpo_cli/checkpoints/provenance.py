@@ -242,7 +242,7 @@ ALLOWED: dict[str, Any] = {
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
     "eval": _these(
         "every at_start num_samples sampling temperature top_p max_completion_tokens "
-        "accuracy mode metric k limit best"
+        "accuracy mode metric k limit best patience"
     ),
 }  # fmt: skip
 

@@ -58,7 +58,6 @@ OTHER_NAMES = {
     "adapter.target_parameters": "adapter.args.target_parameters",
     "bad_images": "dataset.bad_rows",
     "bad_tests": "dataset.bad_rows",
-    "patience": "stop.plateau",
     "optimizer.eps": "optimizer.args.eps",
     "generation.vllm.eager": "generation.vllm.engine_args.enforce_eager",
     "generation.vllm.max_model_len": "generation.vllm.engine_args.max_model_len",

@@ -1023,6 +1023,10 @@ class Eval:
         "names it, such as gsm8k/maj@8.",
         training=True,
     )
+    patience: int = knob(
+        0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,
+        read_if=("eval.every",), training=True,
+    )  # fmt: skip
 
     @property
     def drawn_at(self) -> float:
@@ -1078,13 +1082,6 @@ class Stop:
         "Hours of training, evaluating and saving, over all starts of the run, after which it "
         "ends; null: no limit.",
         gt=0,
-    )
-    plateau: int = knob(
-        0,
-        "Evaluations in a row without an improvement of eval.best beyond its 95 % interval, after "
-        "which the run ends; 0: never.",
-        ge=0,
-        read_if=("eval.every",),
     )
     max_kl: float | None = knob(
         None, "Largest KL to the reference, in nats a token; null: no limit.", gt=0

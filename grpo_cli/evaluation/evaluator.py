@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +21,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
-from grpo_cli.evaluation.summary import METRICS, ProblemStats, by_problem, rights_of, summarize
+from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
 from grpo_cli.records import Group, Rollout
@@ -142,18 +141,14 @@ class Evaluator:
             for key, value in sorted(metrics_of([session], workers).items())
             if not key.startswith("time/")
         }
-        indices = [g.prompt_index for g in groups]
-        gathered = workers.gather(list(zip(indices, facts, strict=True)))
-        numbered = [pair for part in gathered for pair in part]
-        everyones = [f for _, f in numbered]
+        everyones = [f for part in workers.gather(facts) for f in part]
         self._check_environments(task, sum(f.unscored for f in everyones), groups)
         found = summarize(everyones, self.config, task.num_samples) | of_rewards
         kept: list[Group] = []
         if keep_groups:
             kept = [g for part in workers.gather_on_main(groups) for g in part]
             kept.sort(key=lambda g: g.prompt_index)
-        values = by_problem([f for _, f in sorted(numbered, key=itemgetter(0))])
-        return TaskResult(task, found, kept, values)
+        return TaskResult(task, found, kept)
 
     def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
         """Raises a TrainingError if too many environments failed; their episodes count as wrong."""

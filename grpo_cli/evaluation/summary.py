@@ -157,14 +157,6 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
     return metrics
 
 
-def by_problem(problems: Sequence[ProblemStats]) -> dict[str, list[float]]:
-    """Returns each problem's values whose means are compared; NaN without rewards."""
-    return {
-        "accuracy": [p.accuracy for p in problems],
-        "reward": [mean([v for v in p.rewards if not math.isnan(v)]) for p in problems],
-    }
-
-
 def with_interval(name: str, found: Estimate) -> dict[str, float]:
     """Returns an estimate as three metrics: its value and the ends of its interval."""
     return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}

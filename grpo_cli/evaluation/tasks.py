@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -67,8 +67,6 @@ class TaskResult:
     # accuracy, accuracy_low, accuracy_high, mean@8, level/3/accuracy ...: the same on every process
     metrics: dict[str, float]
     groups: list[Group]  # all groups in data order; on the main process, if requested
-    by_problem: dict[str, list[float]] = field(default_factory=dict)
-    # ^ accuracy and reward of each problem, in data order
 
     @property
     def problems(self) -> int:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.evaluation.improvement import Measured
 from grpo_cli.evaluation.summary import as_metrics
-from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.reporting.metric_names import measure_of
 from grpo_cli.training.run import Run, State
 
@@ -57,40 +54,11 @@ def evaluate(run: Run) -> dict[str, float]:
     if value is None:  # no reason to lose the trained steps
         run.reporter.say(f"note: eval.best = {best}: there is no such number")
     elif is_better(value, state):
-        state.best_value, state.best_step = value, state.step
-    if run.recipe.stop.plateau:
-        follow_plateau(run, metrics, found)
+        state.best_value, state.best_step, state.worse = value, state.step, 0
+    else:
+        state.worse += 1
     run.callbacks.evaluated(run, metrics)
     return metrics
-
-
-def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskResult]) -> None:
-    """Passes an evaluation to the rule `stop.plateau`.
-
-    Raises:
-        UserError: the first evaluation has no interval for the metric `eval.best`.
-    """
-    best = run.recipe.eval.best
-    measured = Measured.of(best, metrics, results)
-    if measured is not None:
-        run.stop_rules.follow_evaluation(measured)
-    elif run.state.step == 0:
-        names = sorted(
-            {
-                key.removeprefix("eval/").removesuffix("_low")
-                for key in metrics
-                if key.endswith("_low")
-            }
-        )
-        raise UserError(
-            f"stop.plateau: is judged by an interval, and eval.best = {best} has none; set "
-            f"eval.best to one of {listed(names)}, or stop.plateau=0."
-        )
-    else:  # no reason to lose the trained steps
-        run.reporter.say(
-            f"note: stop.plateau: this evaluation has no interval for eval.best = {best}, and does "
-            "not count"
-        )
 
 
 def is_better(value: float, state: State) -> bool:

@@ -42,6 +42,7 @@ class State:
     after_step: int = 0  # the step of the newest evaluation
     best_step: int | None = None  # the step of the best evaluation
     best_value: float = -math.inf  # the best value of the metric `eval.best`
+    worse: int = 0  # evaluations in a row since the best one
     stop_reason: str | None = None  # why the run ends before its last step, as a callback says
     tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id by tracker
 
@@ -88,9 +89,15 @@ class Run:
     @property
     def stopped_by(self) -> Reason | None:
         """The rule that has ended the run before its last step, if one has."""
-        state = self.state
+        state, patience = self.state, self.recipe.eval.patience
         if state.step >= self.recipe.steps:
             return None
+        if 0 < patience <= state.worse:
+            return Reason(
+                "eval.patience",
+                f"no better eval/{self.recipe.eval.best} than {state.best_value:.3f} at step "
+                f"{state.best_step} in {state.worse} evaluations (eval.patience = {patience})",
+            )
         if state.stop_reason is not None:
             rule, _, why = state.stop_reason.partition(": ")
             return Reason(rule, f"{why} ({rule})")

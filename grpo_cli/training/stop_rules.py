@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from grpo_cli.config.schema import Stop
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.evaluation.improvement import Measured, has_improved
 from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
 
 KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
@@ -34,8 +33,6 @@ class StopRules:
     config: Stop
     no_gradient: int = 0  # steps in a row in which no completion had an advantage
     hours: float = 0.0  # up to the last step
-    not_better: int = 0  # evaluations in a row that do not improve on the reference evaluation
-    reference: Measured | None = None
     high_kl: int = 0  # measurements in a row at or above max_kl
     kl: float = math.nan  # the last measurement
 
@@ -51,9 +48,6 @@ class StopRules:
         if config.hours is not None and self.hours >= config.hours:
             why = f"{self.hours:.3g} hours are spent (stop.hours = {config.hours:g})"
             return Reason("stop.hours", why)
-        if 0 < config.plateau <= self.not_better:
-            why = f"no improvement beyond its interval in the last {self.not_better} evaluations"
-            return Reason("stop.plateau", f"{why} (stop.plateau = {config.plateau})")
         if config.max_kl is not None and self.high_kl >= KL_STEPS:
             why = f"the KL to the reference is {self.kl:.3g} nats a token"
             return Reason(
@@ -76,14 +70,6 @@ class StopRules:
         if limit is not None and not math.isnan(kl):
             self.kl, self.high_kl = kl, self.high_kl + 1 if kl >= limit else 0
 
-    def follow_evaluation(self, found: Measured) -> None:
-        """Counts evaluations in a row that do not improve on the reference evaluation."""
-        known = self.reference
-        if known is None or math.isnan(known.value) or has_improved(found, known):
-            self.reference, self.not_better = found, 0
-        else:
-            self.not_better += 1
-
     def to_state(self) -> dict[str, Any]:
         """Returns the counts for a checkpoint, as plain values."""
         return {name: value for name, value in asdict(self).items() if name != "config"}
@@ -93,5 +79,3 @@ class StopRules:
         for name, value in saved.items():
             if hasattr(self, name):
                 setattr(self, name, value)
-        if self.reference is not None:
-            self.reference = Measured(**saved["reference"])

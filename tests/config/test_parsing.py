@@ -311,7 +311,7 @@ WITH_PROGRAMS = {"benchmark": {"own": {"data": "b.jsonl", **TIR}}}
 BESIDES: dict[str, dict[str, Any]] = {
     "adapter.sync": {"adapter.method": "lora"},
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},
-    "stop.plateau": {"dataset.eval": "a.jsonl"},
+    "eval.patience": {"dataset.eval": "a.jsonl"},
     "stop.max_kl": {"loss.beta": 0.1},
     "generation.vllm.in_flight": SERVERS,
     **{k: WITH_PROGRAMS for k, (other, *_) in READ_IF.items() if other == "eval.mode"},

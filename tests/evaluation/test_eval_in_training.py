@@ -63,14 +63,14 @@ def test_benchmarks_are_evaluated_by_name(folder: Path) -> None:
 
 @pytest.mark.runs
 def test_a_run_that_gets_no_better_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("steps=50", "eval.every=2", "stop.plateau=2") == 0
+    assert train("steps=50", "eval.every=2", "eval.patience=2") == 0
     assert [m["step"] for m in metrics()] == [1, 2, 3, 4]
     out = capsys.readouterr().out
-    assert "ended after step 4: " in out
+    assert "ended after step 4: no better eval/accuracy than" in out
     assert Path("run/checkpoints/step-4").is_dir()
     assert json.loads(Path("run/summary.json").read_text())["steps"] == 4
     # It is over for those who go on, too.
-    assert train("steps=50", "eval.every=2", "stop.plateau=2", "resume=auto") == 0
+    assert train("steps=50", "eval.every=2", "eval.patience=2", "resume=auto") == 0
     assert len(metrics()) == 4
 
 
@@ -91,7 +91,7 @@ def test_evaluations_before_and_after(folder: Path) -> None:
         (["eval.best=one/maj@4"], "eval.best = one/maj@4: there is no such number; there are"),
         (["eval.best=six/accuracy"], "eval.best = six/accuracy: six is no benchmark"),
         (["eval.best=one/kind/x/acc"], "the evaluation gives no such number; there are"),
-        (["stop.plateau=3", "eval.every=0"], "stop.plateau = 3: is only read when eval.every"),
+        (["eval.patience=3", "eval.every=0"], "eval.patience = 3: is only read when eval.every"),
         (["reward.exact_match=null"], "reward: at least one is needed to train"),
     ],
 )

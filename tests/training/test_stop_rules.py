@@ -1,7 +1,6 @@
 """Each rule that ends a run with a simulated run that it ends and one that it must not."""
 
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from grpo_cli import train
 from grpo_cli.config.schema import Stop
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.improvement import Measured
 from grpo_cli.training.stop_rules import StopRules
 from tests.tables import table
 from tests.training.test_interrupted import leaving_at, timeless
@@ -64,48 +62,19 @@ def test_rules(
     assert ended(config, steps) == expected
 
 
-def plateau(accuracies: list[float], patience: int = 3, problems: int = 100) -> int | None:
-    """The evaluation after which the run ends: of problems that are right up to an accuracy."""
-    rules = StopRules(Stop(plateau=patience))
-    for number, accuracy in enumerate(accuracies):
-        right = [float(i < accuracy * problems) for i in range(problems)]
-        rules.follow_evaluation(Measured(accuracy, by_problem=right))
-        if rules.reason is not None:
-            assert rules.reason.rule == "stop.plateau"
-            return number
-    return None
-
-
-@table(
-    "accuracies, expected",
-    [
-        ([0.3, 0.5, 0.51, 0.5, 0.52], 4),  # 0.52 is a new best, and within the interval of 0.5
-        ([0.3, 0.5, 0.51, 0.5, 0.6], None),
-        ([0.3, 0.31, 0.32, 0.33, 0.34, 0.35], 3),  # slower than 3 evaluations can see
-        ([0.3, 0.34, 0.38, 0.42, 0.46, 0.5, 0.54, 0.58], None),  # compared with the reference
-        ([0.3, 0.2, 0.2, 0.2], 3),
-    ],
-)
-def test_a_plateau(accuracies: list[float], expected: int | None) -> None:
-    assert plateau(accuracies) == expected
-
-
 def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
-    config = Stop(zero_gradient=4, plateau=2, hours=1.0)
+    config = Stop(zero_gradient=4, hours=1.0)
     for stop_after in range(7):
-        rules, draw = StopRules(config), random.Random(1)
-        found = []
+        rules, found = StopRules(config), []
         for step in range(1, 8):
             rules.follow_step({"frac_zero_advantage": float(step > 2)}, 60.0 * step, ONE)
-            rules.follow_evaluation(Measured(0.5, by_problem=[draw.random() for _ in "123"]))
             found.append(rules.reason)
             if step == stop_after:
                 stored = json.loads(json.dumps(rules.to_state()))
                 rules = StopRules(config)
                 rules.restore(stored)
         assert [reason.rule if reason else "" for reason in found] == [
-            "", "", "stop.plateau", "stop.plateau", "stop.plateau",
-            "stop.zero_gradient", "stop.zero_gradient",
+            *[""] * 5, "stop.zero_gradient", "stop.zero_gradient",
         ]  # fmt: skip
 
 
@@ -175,7 +144,6 @@ def test_an_interrupted_run_counts_on(tmp_path: Path) -> None:
     "changes, expected",
     [
         ({"stop__max_kl": 0.1}, "stop.max_kl: there is no KL without a reference"),
-        ({"stop__plateau": 3, "eval__every": 0}, "is only read when eval.every is set"),
         ({"stop__hours": 0}, "stop.hours = 0"),
     ],
 )
