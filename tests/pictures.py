@@ -33,15 +33,13 @@ def image_groups(
         prompt: Any = row["prompt"]
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
-        columns, pictures = other_columns(row), ()
-        if images.column_of(row) is not None:
-            own = images.of_row(table, number, row, prompt, max_pixels)
-            prompt, pictures, columns = own.messages, own.images, columns | own.columns
+        own = images.of_row(table, number, row, prompt, max_pixels)
+        columns = other_columns(row) | own.columns
         rollouts = [
-            make_rollout(prompt=prompt, columns=columns, row=number, text=f"{number}.{i}")
+            make_rollout(prompt=own.prompt, columns=columns, row=number, text=f"{number}.{i}")
             for i in range(samples)
         ]
-        shared = dataclasses.replace(rollouts[0].prompt, images=pictures)
+        shared = dataclasses.replace(rollouts[0].prompt, images=own.images)
         for rollout in rollouts:
             rollout.prompt = shared
         found.append(make_group(number, rollouts))

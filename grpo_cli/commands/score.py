@@ -154,10 +154,8 @@ def _score_one(
     row = rows.rows[request.row]
     text = sys.stdin.read() if request.completion == "-" else request.completion
     prompt = data.prompt_text(row, recipe.dataset, request.row)
-    columns = data.other_columns(row)
-    if images.has_images(row, prompt):
-        of_row = images.of_row(rows, request.row, row, prompt, recipe.dataset.max_pixels)
-        prompt, columns = of_row.messages, columns | data.other_columns(of_row.columns)
+    of_row = images.of_row(rows, request.row, row, prompt, recipe.dataset.max_pixels)
+    prompt, columns = of_row.prompt, data.other_columns(row) | data.other_columns(of_row.columns)
     sample = Sample(request.row, prompt, text, None, columns)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
     scorer.check_images([columns])

@@ -15,7 +15,7 @@ import functools
 import glob
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ PLACEHOLDER = {"type": "image"}
 
 @dataclass(frozen=True)
 class ImageRow:
-    """A row's messages with a placeholder for each image, and the images in order."""
+    """A row's prompt with a placeholder for each image, and the images in order."""
 
-    messages: list[dict[str, Any]]
-    images: tuple[StoredImage, ...]
-    columns: dict[str, Any]  # the image columns, with stored images as values
+    prompt: Any  # messages; perhaps a string, if the row has no images
+    images: tuple[StoredImage, ...] = ()
+    # The image columns, with stored images as values.
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 def column_of(row: Mapping[str, Any]) -> str | None:
@@ -55,7 +56,7 @@ def _has_blocks(text: object) -> bool:
 def of_row(
     rows: Rows, number: int, row: Mapping[str, Any], text: Any, max_pixels: int | None
 ) -> ImageRow:
-    """Returns a row's messages with placeholders, and its images.
+    """Returns a row's prompt with placeholders, and its images, if it has any.
 
     Placeholders without a picture take the column's images in order. They are blocks of type image,
     or <image> in the text of a user message. Without any, the images come before the text of the
@@ -63,12 +64,14 @@ def of_row(
 
     Args:
         number: index of the row in `rows`.
-        text: the row's messages.
+        text: the row's prompt, as a string or messages.
         max_pixels: larger images are resized to it; None: never.
 
     Raises:
         UserError: placeholders and images differ in number, or the prompt is not a chat.
     """
+    if not has_images(row, text):
+        return ImageRow(text)
     place = f"{rows.source}, row {rows.line(number)}"
     if not isinstance(text, list):
         raise UserError(

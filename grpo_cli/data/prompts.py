@@ -68,21 +68,16 @@ def make_prompts(
             are not a conversation, a chat data set with a tokenizer that has no template, or no row
             short enough.
     """
-    control = control_tokens(tokenizer, vision)
-    texts = [
-        prompt_text(row, config, rows.line(n), control.mark) for n, row in enumerate(rows.rows)
-    ]
-    found = images_of(rows, texts, config.max_pixels, reads_images=vision is not None)
     every = encode(
         rows,
-        texts,
-        control,
+        lambda n, mark: prompt_text(rows.rows[n], config, rows.line(n), mark),
+        tokenizer,
         config.chat,
         "dataset.chat",
         template_kwargs or {},
         tools,
-        images=found,
         vision=vision,
+        max_pixels=config.max_pixels,
         on_bad_image=on_bad_image,
     )
     if rows.rows and not every and not may_be_empty:
@@ -100,38 +95,28 @@ def make_prompts(
     return prompts, overlong
 
 
-def control_tokens(
-    tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None
-) -> ControlTokens:
-    """Returns the control tokens that a row must not write; image placeholders are allowed."""
-    if vision is None:
-        return ControlTokens(tokenizer)
-    names = map(str, tokenizer.convert_ids_to_tokens(vision.token_ids))
-    return ControlTokens(tokenizer, {*names, vision.placeholder, conversations.IMAGE})
-
-
 def encode(
     rows: Rows,
-    texts: Sequence[Any],
-    control: ControlTokens,
+    text_of: Callable[[int, Mark], Any],
+    tokenizer: PreTrainedTokenizerBase,
     chat: bool,
     key: str,
     template_kwargs: Mapping[str, Any],
     tools: ToolsOf | None = None,
     *,
-    images: Sequence[ImageRow | None] = (),
     vision: VisionProcessor | None = None,
+    max_pixels: int | None = None,
     on_bad_image: OnBadImage | None = None,
 ) -> list[Prompt]:
-    """Encodes rows as prompts; their texts are strings or (with `chat`) lists of messages.
+    """Encodes rows as prompts: the one way from a row to token ids.
 
     Args:
-        texts: text of each row, with marks in the control tokens that it wrote.
-        images: messages and images of each row, None without images; (): no row has images.
-        vision, on_bad_image: see `make_prompts`.
+        text_of: returns the text of the row with a number, a string or (with `chat`) a list of
+            messages. It applies its second argument to the text that comes from the row.
         key: the key of `chat`, for error messages.
+        tools, vision, on_bad_image: see `make_prompts`.
         template_kwargs: arguments of the chat template; a row's own arguments override them.
-        tools: returns the JSON schemas of a row's tools.
+        max_pixels: larger images are resized to it; None: never.
 
     Raises:
         UserError: a chat with a tokenizer that has no template, an empty prompt, or an image that
@@ -139,9 +124,15 @@ def encode(
     """
     from grpo_cli.records import Prompt
 
-    tokenizer = control.tokenizer
-    found = images or [None] * len(texts)
-    texts = [text if own is None else own.messages for text, own in zip(texts, found, strict=True)]
+    # Control tokens that a row must not write; it may write placeholders of images.
+    kept: set[str] = set()
+    if vision is not None:
+        names = map(str, tokenizer.convert_ids_to_tokens(vision.token_ids))
+        kept = {*names, vision.placeholder, conversations.IMAGE}
+    control = ControlTokens(tokenizer, kept)
+    texts = [text_of(number, control.mark) for number in range(len(rows.rows))]
+    found = images_of(rows, texts, max_pixels, reads_images=vision is not None)
+    texts = written = [row.prompt for row in found]
     if chat:
         if not tokenizer.chat_template:
             raise UserError(
@@ -163,28 +154,14 @@ def encode(
             return render(texts[number])
 
         written = [render_row(number, row) for number, row in enumerate(rows.rows)]
-    else:
-        written = list(texts)
     # A chat template writes its own special tokens; the tokenizer adds them to a plain prompt.
-    plain = [unmark(t) for t, own in zip(written, found, strict=True) if own is None]
-    encoded = tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else []
-    ids_of_plain = iter(encoded)
+    plain = [t for t, own in zip(written, found, strict=True) if not own.images and MARK not in t]
+    encoded = iter(tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else [])
     prompts = []
     for number, (row, text, own) in enumerate(zip(rows.rows, texts, found, strict=True)):
-        ids = next(ids_of_plain) if own is None else []
-        if own is None and MARK in written[number]:
-            ids = control.encode(written[number], add_special_tokens=not chat)
-        if own is None and not ids:
-            raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
-        if vision is not None and not set(ids).isdisjoint(vision.token_ids):
-            raise UserError(
-                f"{rows.source}, row {rows.line(number)}: the prompt holds {vision.placeholder}, "
-                "and the row has no image."
-            )
-        columns = other_columns(row)
-        if own is not None:
+        place = f"{rows.source}, row {rows.line(number)}"
+        if own.images:
             assert vision is not None
-            columns |= other_columns(own.columns)
             try:
                 ids = control.encode(vision.expanded(written[number], own.images))
             except ImageError as error:
@@ -193,21 +170,30 @@ def encode(
                 on_bad_image(str(error))
                 continue
             except ValueError as error:
-                place = f"{rows.source}, row {rows.line(number)}"
                 raise UserError(
                     f"{place}: the chat template does not print every image: {error}."
                 ) from error
+        elif MARK in written[number]:
+            ids = control.encode(written[number], add_special_tokens=not chat)
+        else:
+            ids = list(next(encoded))
+        if not ids:
+            raise UserError(f"{place}: the prompt is empty.")
+        if vision is not None and not own.images and not set(ids).isdisjoint(vision.token_ids):
+            raise UserError(
+                f"{place}: the prompt holds {vision.placeholder}, and the row has no image."
+            )
         bare = unmark(text)
         prefill = conversations.prefill_of(bare) if chat else ""
         prompts.append(
             Prompt(
                 row=rows.line(number),
-                ids=list(ids),
+                ids=ids,
                 text=bare[:-1] if prefill else bare,
-                columns=columns,
+                columns=other_columns(row) | other_columns(own.columns),
                 prefill=prefill,
-                images=own.images if own is not None else (),
-                vision=vision if own is not None else None,
+                images=own.images,
+                vision=vision if own.images else None,
                 marked=None if bare == text else text,
             )
         )
@@ -216,18 +202,15 @@ def encode(
 
 def images_of(
     rows: Rows, texts: Sequence[Any], max_pixels: int | None, *, reads_images: bool
-) -> list[ImageRow | None]:
-    """Returns the messages and images of each row, None for a row without images.
+) -> list[ImageRow]:
+    """Returns each row's prompt with its images; `texts` are the prompts as in the rows.
 
     Raises:
         UserError: rows with images and a text-only model; see also `images.of_row`.
     """
-    found: list[ImageRow | None] = []
+    found: list[ImageRow] = []
     for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True)):
-        if not images.has_images(row, text):
-            found.append(None)
-            continue
-        if not reads_images:
+        if not reads_images and images.has_images(row, text):
             name = images.column_of(row)
             where = f"the column {name!r}" if name else "the messages"
             other = f", or rename the column (dataset.columns.unused={name})" if name else ""
@@ -235,8 +218,9 @@ def images_of(
                 f"{rows.source}, row {rows.line(number)}: has images in {where}, and the model "
                 f"reads text only; choose a vision-language model{other}."
             )
-        require_pillow()
         found.append(images.of_row(rows, number, row, text, max_pixels))
+    if any(row.images for row in found):
+        require_pillow()
     return found
 
 

@@ -154,43 +154,38 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
             f"Name it with columns.completion=NAME.{nearest('completion', table.column_names)}"
         )
     rows = Rows(str(path), table.column_names, table)
-    completions = []
-    for number, line in enumerate(table):
-        where = f"{key} = {path}, row {number}"
-        of_data = _data_columns(line.get("columns"))
-        prompt, prefill = _prompt({**line, **of_data}.get("prompt", ""), where)
-        prompt, images, of_images = _images(rows, number, line, prompt, of_data)
-        line.pop("columns", None)
-        cells = {**line, **of_data, **of_images}
-        cells.pop("prompt", None)
-        text = cells.pop("completion")
-        if isinstance(text, list) and text and isinstance(text[-1], dict):  # messages of a chat
-            text = text[-1].get("content")
-        if not isinstance(text, str):
-            raise UserError(f"{where}: the completion is {text!r}; it must be text.")
-        ids = cells.pop("completion_ids", None)
-        episode = _stored_episode(cells)
-        failed = episode is not None and _has_failed(episode)
-        completions.append(
-            Sample(number, prompt, text, ids, cells, prefill, episode, failed, images)
-        )
-    return completions
+    return [sample_of(line, n, f"{key} = {path}, row {n}", rows) for n, line in enumerate(table)]
 
 
-def sample_of(cells: Mapping[str, Any], number: int, where: str) -> Sample:
-    """Builds a sample, without images, from the cells of a line that a run wrote.
+def sample_of(line: dict[str, Any], number: int, where: str, rows: Rows | None = None) -> Sample:
+    """Builds a sample from the cells of a line.
 
     Args:
         number: line number.
         where: location of the line for error messages.
+        rows: the lines of the file, from which images are read; None: without images.
+
+    Raises:
+        UserError: a completion that is not text, or images that do not fit the prompt.
     """
-    of_data = _data_columns(cells.get("columns"))
-    prompt, prefill = _prompt(cells.get("prompt") or "", where)
-    own = {**cells, **of_data}
-    text, ids = own.pop("completion"), own.pop("completion_ids", None)
+    of_data = _data_columns(line.get("columns"))
+    prompt, prefill = _prompt({**line, **of_data}.get("prompt") or "", where)
+    images: tuple[StoredImage, ...] = ()
+    if rows is not None:
+        prompt, images, of_images = _images(rows, number, line, prompt, of_data)
+        of_data |= of_images
+    cells = {**line, "columns": None, **of_data}
     for name in ("columns", "prompt"):
-        own.pop(name, None)
-    return Sample(number, prompt, text, ids, own, prefill, _stored_episode(own))
+        cells.pop(name, None)
+    text = cells.pop("completion")
+    if isinstance(text, list) and text and isinstance(text[-1], dict):  # messages of a chat
+        text = text[-1].get("content")
+    if not isinstance(text, str):
+        raise UserError(f"{where}: the completion is {text!r}; it must be text.")
+    ids = cells.pop("completion_ids", None)
+    episode = _stored_episode(cells)
+    failed = episode is not None and _has_failed(episode)
+    return Sample(number, prompt, text, ids, cells, prefill, episode, failed, images)
 
 
 def _images(
@@ -207,14 +202,13 @@ def _images(
     """
     is_written = IMAGES in line and isinstance(line.get("columns"), str)
     names = of_data if is_written else images_of_rows.COLUMNS
-    marked = {name: of_data[name] for name in names if _holds_mark(of_data.get(name))}
     columns = images_of_rows.of_columns(rows, number, line, None)
     images = tuple(images_of_rows.in_columns(columns))
     if images:
         require_pillow()
     if isinstance(prompt, list) and (images or _holds_pictures(prompt)):
         found = images_of_rows.of_row(rows, number, line, prompt, None)
-        prompt, images, columns = found.messages, found.images, found.columns
+        prompt, images, columns = found.prompt, found.images, found.columns
     if is_written:
         # A run stores image bytes; a path in the file could name any file of this machine.
         images = tuple(
@@ -223,9 +217,8 @@ def _images(
         )
         del line[IMAGES]
         columns = {}
-    for name, cell in marked.items():
-        columns[name] = _unmarked(cell, images, rows.source)
-    return prompt, images, columns
+    stored = {n: _unmarked(of_data[n], images, rows.source) for n in names if n in of_data}
+    return prompt, images, {**columns, **stored}
 
 
 def _holds_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -233,26 +226,14 @@ def _holds_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any("keys" in block for block in blocks)
 
 
-def _is_mark(cell: Any) -> bool:
-    return (
-        isinstance(cell, dict)
-        and cell.keys() == {"image"}
-        and (cell["image"] is None or isinstance(cell["image"], int))
-    )
-
-
-def _holds_mark(cell: Any) -> bool:
-    if _is_mark(cell):
-        return True
-    cells = cell.values() if isinstance(cell, dict) else cell if isinstance(cell, list) else ()
-    return any(map(_holds_mark, cells))
-
-
 def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
     """Replaces {"image": 0} by stored images, also inside lists and dicts."""
-    if _is_mark(cell):
+    if isinstance(cell, dict) and cell.keys() == {"image"}:
         number = cell["image"]
-        return images[number] if number is not None else StoredImage(None, source)
+        if number is None:
+            return StoredImage(None, source)
+        if isinstance(number, int):
+            return images[number]
     if isinstance(cell, list):
         return [_unmarked(one, images, source) for one in cell]
     if isinstance(cell, dict):

@@ -23,7 +23,7 @@ from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.config.sources import is_local
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
-from grpo_cli.data.prompts import Mark, control_tokens, encode, fill, images_of, unchanged
+from grpo_cli.data.prompts import Mark, encode, fill, unchanged
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.scoring import registry
 
@@ -291,26 +291,25 @@ def make_prompts(
             f"benchmark.{name}.system: is only read where the prompt is a chat, and {why}."
         )
     config = dataclasses.replace(config, chat=chat)
-    control = control_tokens(tokenizer, vision)
-    texts = []
-    for number, row in enumerate(rows.rows):
+
+    def text_of(number: int, mark: Mark) -> Any:
         try:
-            texts.append(problem_text(config, mode, row, control.mark))
+            return problem_text(config, mode, rows.rows[number], mark)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise UserError(
                 f"benchmark.{name}.modes.{mode}.prompt: row {number} of {rows.source} does not fit "
                 f"the template: {type(error).__name__}: {error}"
             ) from error
-    of_rows = images_of(rows, texts, max_pixels, reads_images=vision is not None)
+
     return encode(
         rows,
-        texts,
-        control,
+        text_of,
+        tokenizer,
         chat,
         f"benchmark.{name}.chat",
         template_kwargs or {},
-        images=of_rows,
         vision=vision,
+        max_pixels=max_pixels,
         on_bad_image=refuse_bad_image,
     )
 

@@ -457,9 +457,8 @@ def build_model(
         texts, reads = [prompt for prompt, _ in own], build.vision_layers > 0
         rows = data.images_of(part.rows, texts, part.dataset.max_pixels, reads_images=reads)
         names = part.rows.column(NAME_COLUMN) if by_name else [""] * len(own)
-        for (prompt, solution), row, name in zip(own, rows, names, strict=True):
-            given, images = (prompt, ()) if row is None else (row.messages, row.images)
-            pairs.append(tiny.Pair(given, solution, tools[str(name)], images))
+        for (_, solution), row, name in zip(own, rows, names, strict=True):
+            pairs.append(tiny.Pair(row.prompt, solution, tools[str(name)], row.images))
     bar = Bar(console, "warm-up", build.warmup_steps)
     path = tiny.build(
         build,

@@ -406,21 +406,18 @@ def first_sample(
     for number, row in enumerate(rows.rows):
         line = rows.line(number)
         prompt = data.prompt_text(row, dataset, line)
-        columns = {**data.other_columns(row), **more}
-        if images.has_images(row, prompt):
-            of_row = images.of_row(rows, number, row, prompt, dataset.max_pixels)
-            prompt = of_row.messages
-            columns |= data.other_columns(of_row.columns)
-            try:
-                for image in of_row.images:
-                    image.open()
-            except ImageError as error:
-                if dataset.bad_rows == "stop":
-                    raise UserError(
-                        f"{error}. dataset.bad_rows=drop leaves such rows out."
-                    ) from error
-                continue
-        return Sample(line, prompt, MADE_UP, (0,), columns, episode=episode)
+        of_row = images.of_row(rows, number, row, prompt, dataset.max_pixels)
+        columns = {**data.other_columns(row), **more, **data.other_columns(of_row.columns)}
+        try:
+            for image in of_row.images:
+                image.open()
+        except ImageError as error:
+            if dataset.bad_rows == "stop":
+                raise UserError(
+                    f"{error}. dataset.bad_rows=drop leaves such rows out."
+                ) from error
+            continue
+        return Sample(line, of_row.prompt, MADE_UP, (0,), columns, episode=episode)
     return None
 
 

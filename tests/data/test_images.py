@@ -37,7 +37,7 @@ def of(row: dict[str, Any]) -> images.ImageRow:
 def test_images_of_a_column_stand_before_the_users_text(row: dict[str, Any], count: int) -> None:
     system = {"role": "system", "content": "Look."}
     found = of({**row, "prompt": [system, *ASKED]})
-    assert found.messages == [system, {"role": "user", "content": [IMAGE] * count + [TEXT]}]
+    assert found.prompt == [system, {"role": "user", "content": [IMAGE] * count + [TEXT]}]
     assert [i.size for i in found.images] == [(60, 40)] * count
     (column,) = found.columns
     assert isinstance(found.columns[column], list) == (column == "images")
@@ -84,15 +84,15 @@ def test_placeholders_are_filled_in_their_order() -> None:
     small = encoded(RED.resize((3, 2)))
     found = of({"prompt": prompt, "images": [PNG, small, PNG]})
     assert [i.size for i in found.images] == [(60, 40), (3, 2), (60, 40)]
-    assert found.messages[0]["content"] == [TEXT, IMAGE, TEXT, IMAGE]
-    assert found.messages[1] == prompt[1]
+    assert found.prompt[0]["content"] == [TEXT, IMAGE, TEXT, IMAGE]
+    assert found.prompt[1] == prompt[1]
 
 
 def test_image_in_a_text_is_a_placeholder() -> None:
     asked = [{"role": "user", "content": "<image>Left of<image>?"}]
     found = of({"prompt": asked, "images": [PNG, PNG]})
     texts = [{"type": "text", "text": text} for text in ("Left of", "?")]
-    assert found.messages[0]["content"] == [IMAGE, texts[0], IMAGE, texts[1]]
+    assert found.prompt[0]["content"] == [IMAGE, texts[0], IMAGE, texts[1]]
     with pytest.raises(UserError, match="2 placeholders for images, and there are 1 images"):
         of({"prompt": asked, "images": [PNG]})
 
@@ -100,7 +100,7 @@ def test_image_in_a_text_is_a_placeholder() -> None:
 def test_a_picture_in_a_message_needs_no_column() -> None:
     block = {"type": "image", "image": {"bytes": PNG, "path": None}, "text": None}
     found = of({"prompt": [{"role": "user", "content": [block, TEXT]}]})
-    assert found.messages == [{"role": "user", "content": [IMAGE, TEXT]}]
+    assert found.prompt == [{"role": "user", "content": [IMAGE, TEXT]}]
     assert found.images[0].size == (60, 40)
 
 
@@ -154,7 +154,8 @@ def test_a_model_of_text_refuses_images(row: dict[str, Any], where: str) -> None
 
 def test_rows_without_images_are_text() -> None:
     rows = Rows("x.parquet", ["image"], [{"image": None}, {"images": []}])
-    assert images_of(rows, [ASKED, ASKED], None, reads_images=False) == [None, None]
+    found = images_of(rows, [ASKED, ASKED], None, reads_images=False)
+    assert [(row.prompt, row.images) for row in found] == [(ASKED, ())] * 2
 
 
 def test_images_of_a_file_stay_encoded_until_they_are_read(tmp_path: Path) -> None:
