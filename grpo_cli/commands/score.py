@@ -270,7 +270,7 @@ def _collected(scorer: Scorer, session: ScoringSession, samples: Sequence[Sample
     out = []
     for i, sample in enumerate(samples):
         own = {name: results[i] for name, results in verdicts.items()}
-        terms = [(scorer.rewards[name].weight, v.value) for name, v in own.items()]
+        terms = [(scorer.rewards[name].spec.weight, v.value) for name, v in own.items()]
         applied = [weight * value for weight, value in terms if value is not None]
         out.append(Scored(sample, own, math.fsum(applied) if applied else None))
     return out
@@ -314,7 +314,7 @@ def check_ids(scorer: Scorer, samples: Sequence[Sample], path: Path) -> None:
 
 def needs_ids(term: BoundReward) -> bool:
     """Returns whether a function needs the sampled tokens."""
-    return "completion_ids" in term.signature.needed_standard or term.positions == "tokens"
+    return "completion_ids" in term.signature.needed_standard or term.traits.positions == "tokens"
 
 
 def line_of(scored: Scored, label: bool | None, threshold: float) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.config.schema import Scoring
+from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import opened
+from grpo_cli.rewards import Traits
 from grpo_cli.scoring.guards import blame, contained, no_exit
 from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import answer, recorders
@@ -39,26 +40,24 @@ class BoundReward:
     """A recipe's reward, ready to be called."""
 
     name: str
+    spec: Reward  # the recipe's entry
     path: str  # module:function
     function: RewardFunction
     signature: Signature
-    args: Mapping[str, Any]
-    weight: float
-    positions: str  # unit of step positions: "tokens" or "characters"
+    traits: Traits  # what the function declares
+    args: Mapping[str, Any]  # those of the recipe and of the run
     is_async: bool
     timeout: float | None  # seconds per completion; None: called in this process with a batch
-    timeout_value: float | None
-    on_error: str
+    on_error: str  # that of the recipe; the probe counts errors instead
     cache: bool
     concurrency: int  # concurrent calls of an async function
-    preload: tuple[str, ...] = ()
-    datasets: tuple[str, ...] = ()  # values of the column `dataset` to which it applies; (): all
 
     def applies_to(self, sample: Sample) -> bool:
         """Returns whether the sample's data set matches and its environment worked."""
         if sample.environment_failed:
             return False
-        return not self.datasets or sample.columns.get(DATASET) in (None, *self.datasets)
+        named = self.spec.datasets
+        return not named or sample.columns.get(DATASET) in (None, *named)
 
     def takes(self, name: str) -> bool:
         """Returns whether the function is called with this argument of STANDARD."""

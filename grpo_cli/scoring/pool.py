@@ -80,7 +80,8 @@ class Pool(Workers[_Worker]):
 
     def take_calls(self) -> None:
         """Starts one worker per call, up to `size`, and sends calls to idle workers."""
-        while len(self.workers) < self._num_wanted():
+        busy = sum(worker.job is not None for worker in self.workers)
+        while len(self.workers) < min(self.size, len(self._queue) + busy):
             if self.start_worker(self.preload) is None:
                 break
         for worker in self.workers:
@@ -90,9 +91,6 @@ class Pool(Workers[_Worker]):
                         return
                     worker.job = self._queue.popleft()
                 self._send(worker, worker.job[0])
-
-    def _num_wanted(self) -> int:
-        return min(self.size, len(self._queue) + sum(w.job is not None for w in self.workers))
 
     def _send(self, worker: _Worker, call: Call) -> None:
         worker.deadline = time.monotonic() + call.seconds
@@ -112,16 +110,13 @@ class Pool(Workers[_Worker]):
 
     def received(self, worker: _Worker, message: CallResult) -> None:
         """Completes a call."""
-        self._answer(worker, message)
+        if worker.job is not None:
+            worker.job[1].set_result(message)
+            worker.job = None
 
     def unreadable(self, worker: _Worker, error: Exception) -> None:
         """Completes a call whose result, or an argument, cannot be pickled."""
-        self._answer(worker, CallResult(error=f"{type(error).__name__}: {error}"))
-
-    def _answer(self, worker: _Worker, done: CallResult) -> None:
-        if worker.job is not None:
-            worker.job[1].set_result(done)
-            worker.job = None
+        self.received(worker, CallResult(error=f"{type(error).__name__}: {error}"))
 
     def next_check(self, worker: _Worker) -> float:
         """Returns the deadline of a worker's call."""
@@ -136,7 +131,7 @@ class Pool(Workers[_Worker]):
         """Completes the call of a worker that has been killed."""
         if worker.job is not None:
             seconds = worker.job[0].seconds if late else 0.0
-            self._answer(worker, CallResult(seconds=seconds, error=reason, timed_out=late))
+            self.received(worker, CallResult(seconds=seconds, error=reason, timed_out=late))
 
     def fail_waiting(self, reason: str) -> None:
         """Completes the queued calls with an error."""

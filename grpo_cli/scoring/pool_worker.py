@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,34 +28,29 @@ def main() -> None:
     log_history: list[dict[str, Any]] = []
     while True:
         try:
-            function, arguments, (known, new) = pipe.recv()
+            path, arguments, (known, new) = pipe.recv()
         except EOFError:
             return
         log_history[known:] = new
         if (state := arguments.get("trainer_state")) is not None:
             arguments["trainer_state"] = replace(state, log_history=list(log_history))
-        done = answer(find(function), arguments)
         try:
-            pipe.send(done)
+            pipe.send(call(path, arguments))
         except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:  # the value cannot be pickled
             pipe.send(CallResult(error=f"it returned what cannot be sent: {error}"))
 
 
-def find(path: str) -> Callable[..., Any]:
-    """Imports the function of `module:function`; on failure returns one that raises the reason."""
+def call(path: str, arguments: dict[str, Any]) -> CallResult:
+    """Imports the function of `module:function` and calls it."""
     module, _, name = path.partition(":")
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        message = f"in its worker process, {path} cannot be imported: {blame(error)}"
-
-        def unfindable(**_: Any) -> None:
-            raise ImportError(message)
-
-        return unfindable
-    return function
+        why = f"in its worker process, {path} cannot be imported: {blame(error)}"
+        return CallResult(error=f"ImportError: {why}")
+    return answer(function, arguments)
 
 
 def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResult:
@@ -88,15 +83,17 @@ def recorders(
 
 
 def to_builtin(value: Any) -> Any:
-    """Converts a value to JSON types: tensors and arrays to lists, other objects to str.
+    """Converts a value to JSON types: tensors, arrays and sets to lists, other objects to str.
 
     Objects are not stored or sent, since they may hold GPU memory or fail to pickle.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)
     if isinstance(value, (list, tuple)):
         return [to_builtin(inner) for inner in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): to_builtin(inner) for key, inner in value.items()}
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -89,8 +89,10 @@ class Scorer:
             name: bind_reward(name, spec, columns, source, run or {}, renaming)
             for name, spec in rewards.items()
         }
-        pooled = [t for t in self.rewards.values() if t.timeout is not None and not t.is_async]
-        self.executor.preload.update(module for reward in pooled for module in reward.preload)
+        for reward in self.rewards.values():
+            if reward.timeout is not None and not reward.is_async:
+                module = reward.path.partition(":")[0]
+                self.executor.preload.update((module, *reward.traits.preload))
         self.descriptions = [*self._described()]  # one sentence per function that has a description
 
     def takes(self, name: str) -> bool:
@@ -134,7 +136,7 @@ class Scorer:
         """Returns the reason why a row's completions cannot be scored, by row number."""
         found: dict[int, str] = {}
         for name, reward in self.rewards.items():
-            refuse = traits_of(reward.function).refuse
+            refuse = reward.traits.refuse
             for number, row in enumerate(rows.rows if refuse else ()):
                 columns = {**other_columns(row), "prompts": row.get("prompt")}
                 if why := refuse(**{**columns, **reward.args}):
@@ -157,7 +159,7 @@ class Scorer:
 
     def _described(self) -> Iterator[str]:
         for name, reward in self.rewards.items():
-            describe = traits_of(reward.function).describe
+            describe = reward.traits.describe
             if describe is None:
                 continue
             try:
@@ -201,23 +203,19 @@ def bind_reward(
         )
     # Values that change with the step are not cached.
     cache = timeout is not None and traits.cache and "trainer_state" not in signature.standard
-    path = path_of(spec.function)
     return BoundReward(
         name=name,
-        path=path,
+        spec=spec,
+        path=path_of(spec.function),
         function=function,
         signature=signature,
+        traits=traits,
         args=arguments,
-        weight=spec.weight,
-        positions=traits.positions,
         is_async=is_async,
         timeout=timeout,
-        timeout_value=traits.timeout_value,
         on_error=spec.on_error,
         cache=cache,
         concurrency=spec.concurrency or ASYNC_CONCURRENCY,
-        preload=(path.partition(":")[0], *traits.preload),
-        datasets=tuple(spec.datasets),
     )
 
 
@@ -307,7 +305,7 @@ class ScoringSession:
         for rollout in rollouts:
             rollout.reward_parts = {name: rollout.reward_parts[name] for name in self.rewards}
             applied = {
-                name: self.rewards[name].weight * value
+                name: self.rewards[name].spec.weight * value
                 for name, value in rollout.reward_parts.items()
                 if value is not None
             }
@@ -322,16 +320,16 @@ class ScoringSession:
         result: RewardResult,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        name, ids = reward.name, rollout.completion.ids
+        name, ids, unit = reward.name, rollout.completion.ids, reward.traits.positions
         if result.steps is not None:
-            assert tokenizer is not None or reward.positions == "tokens", "finds characters"
-            size, before = len(rollout.text), 0
-            if reward.positions == "characters":
-                before = len(rollout.prompt.prefill)  # which the function also receives
+            assert tokenizer is not None or unit == "tokens", "finds characters"
+            # The function also receives the prefill.
+            before = len(rollout.prompt.prefill) if unit == "characters" else 0
+            size = len(rollout.text)
             rollout.step_rewards[name] = [
                 (
-                    ending_token(max(0, at - before), size, reward.positions, ids, tokenizer),  # type: ignore[arg-type]
-                    reward.weight * value,
+                    ending_token(max(0, at - before), size, unit, ids, tokenizer),  # type: ignore[arg-type]
+                    reward.spec.weight * value,
                 )
                 for at, value in result.steps
             ]
@@ -402,66 +400,42 @@ class ScoringSession:
         self, reward: BoundReward, done: CallResult, samples: Sequence[Sample]
     ) -> list[RewardResult]:
         """Converts the result of one call to a result per sample."""
-        if done.timed_out:
-            value, seconds = reward.timeout_value, done.seconds
-            return [RewardResult(value, error=done.error, seconds=seconds, timed_out=True)]
+        seconds = done.seconds / len(samples)
         if done.error is not None:
-            seconds = done.seconds / len(samples)
-            return [RewardResult(error=f"raised {done.error}", seconds=seconds) for _ in samples]
+            error = done.error if done.timed_out else f"raised {done.error}"
+            value = reward.traits.timeout_value if done.timed_out else None
+            one = RewardResult(value, error=error, seconds=seconds, timed_out=done.timed_out)
+            return [one for _ in samples]
         values = done.values
         if not isinstance(values, Sequence) and hasattr(values, "tolist"):  # a tensor or an array
             values = values.tolist()
+
+        def refused(problem: str) -> list[RewardResult]:
+            return [RewardResult(error=problem, where="") for _ in samples]
+
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
             got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)
-            message = (
+            return refused(
                 f"must return a list of {len(samples)} values, one a completion; it returned {got}."
             )
-            return [RewardResult(error=message, where="") for _ in samples]
         for name, value in done.metrics:
             self._log(reward, name, value, len(samples))
         for column, entries in done.extras:
             if len(entries) != len(samples):
-                message = (
+                return refused(
                     f"called log_extra({column!r}, ...) with {len(entries)} values for "
                     f"{len(samples)} completions."
                 )
-                return [RewardResult(error=message, where="") for _ in samples]
-        return [
-            self._one(
-                reward,
-                value,
-                sample,
-                {column: entries[i] for column, entries in done.extras},
-                done.seconds / len(samples),
-            )
-            for i, (value, sample) in enumerate(zip(values, samples, strict=True))
-        ]
-
-    def _one(
-        self,
-        reward: BoundReward,
-        value: Any,
-        sample: Sample,
-        extras: dict[str, Any],
-        seconds: float,
-    ) -> RewardResult:
-        try:
-            if isinstance(value, (list, tuple)):
-                if (sample.episode or {}).get("messages") and reward.positions == "characters":
-                    raise ValueError(
-                        "steps by characters, which are not defined for an episode of several "
-                        "messages; return places in completion_ids, with "
-                        '@reward(positions="tokens")'
-                    )
-                size = len(sample.prefill + sample.text)
-                if reward.positions == "tokens":
-                    size = len(sample.ids or ())
-                pairs = check_steps(value, size, reward.positions)
-                steps = [(at, v) for at, v in ((at, number(v)) for at, v in pairs) if v is not None]
-                return RewardResult(math.fsum(v for _, v in steps), steps, extras, seconds)
-            return RewardResult(number(value), None, extras, seconds)
-        except ValueError as error:
-            return RewardResult(error=f"returned {error}", extras=extras, seconds=seconds)
+        results = []
+        for i, (value, sample) in enumerate(zip(values, samples, strict=True)):
+            extras = {column: entries[i] for column, entries in done.extras}
+            try:
+                value, steps = value_of(value, sample, reward.traits.positions)
+                results.append(RewardResult(value, steps, extras, seconds))
+            except ValueError as error:
+                returned = f"returned {error}"
+                results.append(RewardResult(error=returned, extras=extras, seconds=seconds))
+        return results
 
     def _log(self, reward: BoundReward, name: str, value: float, completions: int) -> None:
         if name in OWN_METRICS:
@@ -490,6 +464,33 @@ def metrics_of(sessions: Sequence[ScoringSession], workers: Workers) -> dict[str
         for name, values in sorted(logged.items())
     }
     return {name: float(value) for name, value in counts.items()} | means
+
+
+def value_of(
+    value: Any, sample: Sample, unit: str
+) -> tuple[float | None, list[tuple[int, float]] | None]:
+    """Checks a function's value for a completion, which may be a list of steps.
+
+    Args:
+        unit: the unit of the steps' positions, "characters" or "tokens".
+
+    Returns:
+        (the value, the sum of the steps if there are any; the steps, or None).
+
+    Raises:
+        ValueError: the value is neither a number, None nor a list of steps.
+    """
+    if not isinstance(value, (list, tuple)):
+        return number(value), None
+    if (sample.episode or {}).get("messages") and unit == "characters":
+        raise ValueError(
+            "steps by characters, which are not defined for an episode of several messages; return "
+            'places in completion_ids, with @reward(positions="tokens")'
+        )
+    size = len(sample.ids or ()) if unit == "tokens" else len(sample.prefill + sample.text)
+    pairs = ((at, number(v)) for at, v in check_steps(value, size, unit))
+    steps = [(at, v) for at, v in pairs if v is not None]
+    return math.fsum(v for _, v in steps), steps
 
 
 def number(value: Any) -> float | None:

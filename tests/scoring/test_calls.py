@@ -155,12 +155,6 @@ def test_equal_completions_of_equal_rows_are_scored_once(
     assert calls_of(tmp_path / "notes2") == ["a"]
 
 
-def test_without_cache_every_completion_is_scored(executor: RewardExecutor, tmp_path: Path) -> None:
-    rollouts = rollouts_of("a", "a", answer=str(tmp_path / "notes"))
-    score(executor, rollouts, r=spec("counted", timeout=30))
-    assert calls_of(tmp_path / "notes") == ["a", "a"]
-
-
 def test_failures_are_not_remembered(executor: RewardExecutor, tmp_path: Path) -> None:
     rollouts = rollouts_of("raise", answer=str(tmp_path / "notes"))
     for _ in range(2):
@@ -248,19 +242,17 @@ def test_logged_metrics_are_averaged_over_calls_and_sheets(executor: RewardExecu
     ]
 
 
-def test_a_metric_of_our_own_cannot_be_logged_over(executor: RewardExecutor) -> None:
-    with pytest.raises(TrainingError, match=r"rewards/r/mean is a metric already"):
-        score(executor, rollouts_of("x"), r=spec("clashes"))
-
-
-def test_extras_must_be_as_many_as_completions(executor: RewardExecutor) -> None:
-    with pytest.raises(TrainingError, match=r"log_extra\('one', ...\) with 1 values for 2 compl"):
-        score(executor, rollouts_of("x", "y"), r=spec("miscounts"))
-
-
-def test_two_functions_cannot_log_one_column(executor: RewardExecutor) -> None:
-    with pytest.raises(TrainingError, match=r"'b' called log_extra\('shouted', ...\), as another"):
-        score(executor, rollouts_of("x"), a=spec("logs"), b=spec("logs"))
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["clashes"], "rewards/a/mean is a metric already"),
+        (["miscounts"], r"log_extra\('one', ...\) with 1 values for 2 compl"),
+        (["logs", "logs"], r"'b' called log_extra\('shouted', ...\), as another"),
+    ],
+)
+def test_what_cannot_be_logged(executor: RewardExecutor, names: list[str], says: str) -> None:
+    with pytest.raises(TrainingError, match=says):
+        score(executor, rollouts_of("x", "y"), **dict(zip("ab", map(spec, names), strict=False)))
 
 
 def test_time_counts_what_was_computed(executor: RewardExecutor) -> None:
@@ -340,21 +332,13 @@ def test_what_a_function_says_of_itself_is_for_the_log(
 # Tried out before the run.
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs", "message"),
-    [
-        ("does", {"timeout": 30.0}, "raised RuntimeError: on purpose at "),
-        ("waits", {}, "raised RuntimeError: in a coroutine at "),
-    ],
-)
+@pytest.mark.parametrize(("name", "knobs"), [("does", {"timeout": 30.0}), ("waits", {})])
 def test_a_reward_that_fails_is_found_before_the_run(
-    executor: RewardExecutor, name: str, knobs: dict[str, Any], message: str
+    executor: RewardExecutor, name: str, knobs: dict[str, Any]
 ) -> None:
     sample = Sample(0, "P", "raise", (0,), {"answer": "1"})
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"^reward\.r: tried out on row 0 .*raised RuntimeError"):
         make(executor, {"r": spec(name, **knobs)}, "answer").try_out(sample)
-    start = "reward.r: tried out on row 0 with the completion 'raise': "
-    assert str(error.value).startswith(start + message)
     make(executor, {"r": spec(name, **knobs, on_error="count")}, "answer").try_out(sample)
 
 

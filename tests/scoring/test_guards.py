@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.scoring import guards
-from grpo_cli.scoring.guards import contained, keeps_files_open, no_exit, no_second_run
+from grpo_cli.scoring.guards import contained, keeps_files_open, no_exit
 from grpo_cli.scoring.pool_worker import answer
 
 
@@ -48,25 +48,6 @@ def test_a_child_ends_where_its_parent_returns(function: Callable[..., list[floa
 @pytest.mark.programs
 def test_a_child_of_a_coroutine_ends_there_too() -> None:
     assert status_of_child(lambda: asyncio.run(contained(forks_in_a_coroutine()))) == (1, True)
-
-
-def test_the_parent_goes_on() -> None:
-    with no_second_run():
-        pass
-    assert answer(lambda: [1.0], {}).values == [1.0]
-
-
-def test_a_coroutine_that_exits_raises_an_error_instead() -> None:
-    async def leaves() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(RuntimeError, match="SystemExit: 3"):
-        asyncio.run(contained(leaves()))
-
-
-def test_os_exit_raises_while_a_function_is_called() -> None:
-    with no_exit(), pytest.raises(SystemExit, match=r"os\._exit\(0\), which would have ended"):
-        os._exit(0)
 
 
 def test_os_exit_exits_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,16 +117,15 @@ def score(rollouts: list[Rollout], **rewards: Reward | str) -> list[float]:
     return [r.reward for r in rollouts]
 
 
-def user_error(**rewards: Reward | str) -> str:
-    with pytest.raises(UserError) as error:
+def user_error(says: str, **rewards: Reward | str) -> None:
+    with pytest.raises(UserError, match=says):
         scorer(rewards)
-    return str(error.value)
 
 
-def training_error(rollouts: list[Rollout], **rewards: Reward | str) -> str:
+def training_error(rollouts: list[Rollout], says: str, **rewards: Reward | str) -> None:
     with pytest.raises(TrainingError) as error:
         score(rollouts, **rewards)
-    return str(error.value)
+    assert says in str(error.value)
 
 
 # Names.
@@ -146,20 +145,13 @@ def test_a_function_of_a_module_in_the_working_directory(
     (tmp_path / "my_grpo_rewards").mkdir()
     (tmp_path / "my_grpo_rewards" / "short.py").write_text("def brief(completions): return [1.0]")
     assert resolve("my_grpo_rewards.short:brief")([""]) == [1.0]
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"reward\.r\.function = .* 'breif'\. Did you mean brief"):
         resolve("my_grpo_rewards.short:breif", "reward.r.function")
-    assert str(error.value) == (
-        "reward.r.function = my_grpo_rewards.short:breif: my_grpo_rewards.short has no function "
-        "'breif'. Did you mean brief?"
-    )
 
 
 def test_unknown_names() -> None:
-    assert user_error(r=Reward("exact_mach")) == (
-        "reward.r.function: there is no reward 'exact_mach'; there are "
-        + ", ".join(sorted(known()))
-        + ", or write your own as my_package.my_module:function. Did you mean exact_match?"
-    )
+    assert "exact_match" in known()
+    user_error(r"reward\.r\.function: .* 'exact_mach'.* mean exact_match", r=Reward("exact_mach"))
 
 
 # Signatures.
@@ -174,29 +166,23 @@ def test_signature() -> None:
 
 
 def test_a_column_that_the_data_lacks() -> None:
-    with pytest.raises(UserError) as error:
-        scorer({"r": "is_answer"}, columns=["question", "gold"])
-    assert str(error.value) == (
-        "reward.r: tests.scoring.test_scorer:is_answer needs the column 'answer', "
-        "which rows.jsonl lacks; "
-        "it has gold, question. Rename one with dataset.columns.answer=NAME."
+    lacks = (
+        r"r: .*needs the column 'answer', which rows\.jsonl lacks; it has gold, question\. .*=NAME"
     )
+    with pytest.raises(UserError, match=lacks):
+        scorer({"r": "is_answer"}, columns=["question", "gold"])
     scorer({"r": "mostly"}, columns=[])  # has a default
     given = Reward("tests.scoring.test_scorer:is_answer", args={"answer": ["4"]})
     scorer({"r": given}, columns=[])
 
 
-@pytest.mark.parametrize("function", ["mostly", "is_answer"])
-def test_an_argument_that_a_function_does_not_take(function: str) -> None:
-    found = user_error(r=Reward(f"tests.scoring.test_scorer:{function}", args={"levle": 1}))
-    known, hint = {
-        "mostly": ("answer, level", " Did you mean level?"),
-        "is_answer": ("answer", ""),  # **_ is there for columns
-    }[function]
-    assert found == (
-        f"reward.r.args.levle: tests.scoring.test_scorer:{function} takes no such argument; "
-        f"it takes {known}.{hint}"
-    )
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [("mostly", "it takes answer, level. Did you mean level"), ("is_answer", "it takes answer.")],
+)
+def test_an_argument_that_a_function_does_not_take(function: str, says: str) -> None:
+    given = Reward(f"tests.scoring.test_scorer:{function}", args={"levle": 1})
+    user_error(rf"reward\.r\.args\.levle: .*takes no such argument; {says}", r=given)
 
 
 @pytest.mark.parametrize("function", ["mostly", "open_ended"])
@@ -223,11 +209,7 @@ def test_the_runs_limit_fills_an_argument_of_its_name_unless_the_recipe_sets_it(
     assert limited_by_run.args == {}
     scorer(rewards, columns=columns, max_completion_tokens=32).score([r])
     assert r.reward_parts == {"runs": 32.0, "recipes": 9.0, "column": 5.0}
-    assert user_error(r="limited") == (
-        "reward.r: tests.scoring.test_scorer:limited needs the argument "
-        "'max_completion_tokens'; set "
-        "reward.r.args.max_completion_tokens."
-    )
+    user_error(r"'max_completion_tokens'; set reward\.r\.args\.max_completion_tokens", r="limited")
 
 
 # Calls.
@@ -369,43 +351,30 @@ def test_a_run_may_leave_between_two_functions() -> None:
 
 def test_a_function_that_raises_is_blamed_with_row_and_completion() -> None:
     rollouts = [rollout("a", row=4), rollout("x", row=5), rollout("x", row=6)]
-    found = training_error(rollouts, picky="raises_on_x")
-    assert found.startswith(
-        "reward 'picky' raised ValueError: could not convert string to float: 'no number' at "
-    )
     line = raises_on_x.__code__.co_firstlineno + 1
-    assert f"{Path(__file__).name}:{line}, for row 5, completion 'x'" in found
+    says = f"{Path(__file__).name}:{line}, for row 5, completion 'x'"
+    training_error(rollouts, says, picky="raises_on_x")
 
 
 def test_a_function_that_raises_on_the_batch_alone() -> None:
-    found = training_error([rollout(), rollout()], pair="raises_on_pairs")
-    assert "AssertionError: one at a time" in found
-    assert found.endswith("for some completion of the batch (not one by itself)")
+    says = ", for some completion of the batch (not one by itself)"
+    training_error([rollout(), rollout()], says, pair="raises_on_pairs")
 
 
 @pytest.mark.parametrize(
-    ("returned", "got"),
-    [
-        ([1.0], "1 values"),
-        (None, "None"),
-        ("ab", "'ab'"),
-        (np.ones(3), "3 values"),
-    ],
+    ("returned", "got"), [([1.0], "1 values"), (None, "None"), (np.ones(3), "3 values")]
 )
 def test_a_wrong_number_of_values(returned: Any, got: str) -> None:
     RETURNED[:] = [returned]
-    assert training_error([rollout(), rollout()], r="returns") == (
-        f"reward 'r' must return a list of 2 values, one a completion; it returned {got}."
-    )
+    says = f"must return a list of 2 values, one a completion; it returned {got}."
+    training_error([rollout(), rollout()], says, r="returns")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", "a", {}, np.ones(2)])
 def test_a_value_that_is_not_a_finite_number(value: Any) -> None:
     RETURNED[:] = [[1.0, value]]
-    assert training_error([rollout("a"), rollout("b", row=9)], r="returns") == (
-        f"reward 'r' returned {value!r}, which is not a finite number, a list of "
-        "(position, value) or None, for row 9, completion 'b'"
-    )
+    says = f"reward 'r' returned {value!r}, which is not a finite number"
+    training_error([rollout("a"), rollout("b", row=9)], says, r="returns")
 
 
 @pytest.mark.parametrize(
@@ -550,20 +519,15 @@ def test_a_step_without_a_value_is_left_out() -> None:
 )
 def test_a_step_of_another_form(step: Any, shown: str) -> None:
     RETURNED[:] = [[0.5, [(0, 1.0), step]]]
-    found = training_error([rollout(), rollout("b", row=9)], r=by("tokens"))
-    assert found == (
-        f"reward 'r' returned the step {shown}: must be (position of its last of 2 tokens, "
-        "counted from 0; value), for row 9, completion 'b'"
-    )
+    says = f"the step {shown}: must be (position of its last of 2 tokens, counted from 0; value)"
+    training_error([rollout(), rollout("b", row=9)], says, r=by("tokens"))
 
 
 def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = [*encoded("é", tokenizer), 2]  # three tokens, one character
     RETURNED[:] = [[[(1, 1.0)]]]
-    assert training_error([rollout("é", ids=ids)], r=by("characters")) == (
-        "reward 'r' returned the step (1, 1.0): must be (position of its last of 1 characters, "
-        "counted from 0; value), for row 0, completion 'é'"
-    )
+    says = "the step (1, 1.0): must be (position of its last of 1 characters"
+    training_error([rollout("é", ids=ids)], says, r=by("characters"))
     RETURNED[:] = [[[(2, 1.0)]]]
     assert score([rollout("é", ids=ids)], r=by("tokens")) == [1.0]
 
@@ -581,10 +545,8 @@ def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizer
 def test_a_value_that_is_too_large(value: float, shown: str) -> None:
     for returned, function in (([1.0, value], "returns"), ([1.0, [(0, value)]], by("tokens"))):
         RETURNED[:] = [returned]
-        assert training_error([rollout("a"), rollout("b", row=9)], r=function) == (
-            f"reward 'r' returned {shown}, which is beyond ±1e+100; scale the reward down, for "
-            "row 9, completion 'b'"
-        )
+        says = f"returned {shown}, which is beyond ±1e+100; scale the reward down, for row 9"
+        training_error([rollout("a"), rollout("b", row=9)], says, r=function)
     RETURNED[:] = [[1e100, -1e100, 10**100]]
     assert score([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
 
