@@ -4,7 +4,7 @@
     chat.check()                                     # before training: UserError
     ids = [*prompt.ids]
     ids += sampled                                   # the model's turn with its eos
-    message = chat.parse(sampled)                    # for the environment
+    message = chat.read(sampled)                     # for the environment
     ids += chat.reply_ids(replies, ended_by_eos=True, limit=512)
     ids += sampled_next
 
@@ -72,12 +72,9 @@ class _Gap:
         return self.change(text.rstrip() if self.strip_right else text)
 
 
-@dataclass(frozen=True)
-class _Skeleton:
-    """A rendered reply without contents: ids of the template, and gaps for the contents."""
-
-    end: int  # the token that ends the model's turn
-    parts: Sequence[Sequence[int] | _Gap]
+# A rendered reply without contents: the token that ends the model's turn before it, and the ids of
+# the template with gaps for the contents.
+_Skeleton = tuple[int, list["Sequence[int] | _Gap"]]
 
 
 class Chat:
@@ -131,18 +128,16 @@ class Chat:
         """Returns the length of a turn that has stopped, else None."""
         return len(ids) if has_stopped else None
 
-    def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
-        """Returns a turn of the model as a message, however it ended; see `parse`."""
-        return self.parse(ids)
-
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
         """Returns the tokens between a turn of the model and its next turn; see `reply_ids`."""
         return self.reply_ids(messages, ended_by_eos=turn[-1] in self.eos_ids, limit=limit)
 
     # The model's turn
 
-    def parse(self, ids: Sequence[int]) -> Message:
-        """Returns a turn of the model as a message, see `ResponseParser.parse`.
+    def read(
+        self, ids: Sequence[int], num_calls: int = 0, *, at_stop_string: bool = False
+    ) -> Message:
+        """Returns a turn of the model as a message, however it ended; see `ResponseParser.parse`.
 
         Args:
             ids: the sampled tokens, with or without the eos.
@@ -188,13 +183,10 @@ class Chat:
     def _reads_a_call(self, parser: ResponseParser) -> bool:
         """Returns whether a parser reads a call that the template has rendered."""
         name, arguments = min(self._tool_names), dict([_ARGUMENT])
-        begin = self._render([_user(0)], generation_prompt=True)
-        message = _assistant("", [(name, arguments)])
-        whole = self._render([_user(0), message])
-        text = self._up_to_eos(whole[len(begin) :])[0] if whole.startswith(begin) else ""
         try:
+            begin, text, _ = self._turn(_assistant("", [(name, arguments)]))
             found = parser.parse(text, begin, self.tools)
-        except MalformedCall:
+        except (MalformedCall, _Refused):
             return False
         calls = [c["function"] for c in found.get("tool_calls", [])]
         return [(c["name"], c["arguments"]) for c in calls] == [(name, arguments)]
@@ -216,14 +208,14 @@ class Chat:
         """
         messages = [self._with_safe_names(m) for m in messages]
         try:
-            skeleton = self._skeleton(messages)
+            end, parts = self._skeleton(messages)
         except _Refused as error:
             roles = ", ".join(str(m["role"]) for m in messages)
             raise TrainingError(
                 f"the chat template cannot render a reply of the environment ({roles}): {error}"
             ) from error
-        ids = [] if ended_by_eos else [skeleton.end]
-        for part in skeleton.parts:
+        ids = [] if ended_by_eos else [end]
+        for part in parts:
             if isinstance(part, _Gap):
                 ids += self._content_ids(messages[part.number]["content"], part, limit)
             else:
@@ -236,14 +228,10 @@ class Chat:
         Raises:
             UserError: the template does not render the message after its generation prompt.
         """
-        begin = self._render([_user(0)], generation_prompt=True)
-        whole = self._render([_user(0), message])
-        if not whole.startswith(begin):
-            raise UserError(
-                "the chat template begins a message of the assistant otherwise than the generation "
-                "prompt; set model.chat_template to another."
-            )
-        text, end = self._up_to_eos(whole[len(begin) :])
+        try:
+            _, text, end = self._turn(message)
+        except _Refused as error:
+            raise UserError(f"{error}; set model.chat_template to another.") from error
         return [*self.control.encode(text), end]
 
     def episode_ids(
@@ -409,11 +397,7 @@ class Chat:
                     raise _Refused(
                         f"the chat template begins {where} otherwise than its generation prompt"
                     )
-                if self._first_eos(rendered[len(with_prompt) :]) is None:
-                    raise _Refused(
-                        f"the chat template does not end {where} with a token that ends sampling "
-                        f"({self._names_of_eos()})"
-                    )
+                self._up_to_eos(rendered[len(with_prompt) :])
                 ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
                 before = ids[: ends[-1] + 1]
                 continue
@@ -439,9 +423,6 @@ class Chat:
         if f"{_MARKED_TEXT}1" not in result:
             raise _Refused("the chat template drops the result of a tool call")
 
-    def _names_of_eos(self) -> str:
-        return ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))))
-
     # Rendering
 
     def _render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -465,6 +446,17 @@ class Chat:
                 f"with {last}: {reason}"
             ) from error
 
+    def _turn(self, message: Message) -> tuple[str, str, int]:
+        """Returns (the text before a turn of the model, the turn's text, its eos)."""
+        begin = self._render([_user(0)], generation_prompt=True)
+        whole = self._render([_user(0), message])
+        if not whole.startswith(begin):
+            raise _Refused(
+                "the chat template begins a message of the assistant otherwise than its generation "
+                "prompt"
+            )
+        return begin, *self._up_to_eos(whole[len(begin) :])
+
     def _skeleton(self, messages: Sequence[Message]) -> _Skeleton:
         shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
         if shape not in self._shapes:
@@ -479,17 +471,22 @@ class Chat:
         for n, m in enumerate(answered):
             m.setdefault("tool_call_id", f"call{n:05}")
         calls = [(m.get("name", "tool"), dict([_ARGUMENT]), m["tool_call_id"]) for m in answered]
+
+        def render(calls: Sequence[tuple[Any, ...]]) -> str:
+            conversation = [_user(0), _assistant(_MARKED_TEXT, calls), *marked]
+            return self._render(conversation, generation_prompt=True)
+
         try:
-            rendered = self._render(
-                [_user(0), _assistant(_MARKED_TEXT, calls), *marked], generation_prompt=True
-            )
+            rendered = render(calls)
         except _Refused:
             if len(calls) < 2:
                 raise
-            rendered = self._render(  # Llama 3 renders messages with one call only
-                [_user(0), _assistant(_MARKED_TEXT, calls[:1]), *marked], generation_prompt=True
-            )
-        tail = self._after_assistant(rendered)
+            rendered = render(calls[:1])  # Llama 3 renders messages with one call only
+        # The assistant's last marked text ends its turn.
+        at = max(rendered.rfind(text) for text in (_MARKED_TEXT, _ARGUMENT[1]))
+        if at < 0:
+            raise _Refused("the chat template drops the messages of the assistant")
+        tail = rendered[at:]
         _, end = self._up_to_eos(tail)
         end_text = str(self.tokenizer.convert_ids_to_tokens(end))
         reply = tail[tail.index(end_text) + len(end_text) :]
@@ -500,31 +497,19 @@ class Chat:
                 raise _Refused(
                     f"the chat template drops the text of a message of {message['role']}"
                 )
-        return _Skeleton(end, parts)
-
-    def _after_assistant(self, rendered: str) -> str:
-        """Returns the rendered conversation from the assistant's last marked text on."""
-        at = max(rendered.rfind(text) for text in (_MARKED_TEXT, _ARGUMENT[1]))
-        if at < 0:
-            raise _Refused("the chat template drops the messages of the assistant")
-        return rendered[at:]
+        return end, parts
 
     def _up_to_eos(self, text: str) -> tuple[str, int]:
         """Returns the text before the first eos, and the eos id."""
-        found = self._first_eos(text)
-        if found is None:
-            raise _Refused(
-                "the chat template does not end a turn of the assistant with a token that ends "
-                f"sampling ({self._names_of_eos()})"
-            )
-        at, eos = found
-        return text[:at], eos
-
-    def _first_eos(self, text: str) -> tuple[int, int] | None:
-        """Returns the (character index, id) of the first eos in a text, or None."""
         names = {str(self.tokenizer.convert_ids_to_tokens(i)): i for i in sorted(self.eos_ids)}
         places = [(text.find(name), eos) for name, eos in names.items() if name in text]
-        return min(places) if places else None
+        if not places:
+            raise _Refused(
+                "the chat template does not end a turn of the assistant with a token that ends "
+                f"sampling ({', '.join(names)})"
+            )
+        at, eos = min(places)
+        return text[:at], eos
 
     def _parts(self, rendered: str, after: int) -> list[Sequence[int] | _Gap]:
         """Splits a rendered text at its markers: ids, as encoded after a token, and gaps."""

@@ -114,7 +114,7 @@ CALL_PART = "{{- c.function.arguments | tojson }}"
         (CALL_PART, "{{- {'argument_key': 1} | tojson }}", "drops the argument's value of"),
         (CALL_PART, "{{- c.function.arguments.values() | list }}", "drops the argument's name of"),
         ("+ m.content + '\n</tool_r", "+ '\n</tool_r", "drops the result of a tool call"),
-        ("{{- '<|im_end|>\n' }}", "", "does not end message 2"),
+        ("{{- '<|im_end|>\n' }}", "", "does not end a turn of the assistant"),
         (
             "{{- '<|im_start|>' + m.role + '\n'",
             "{{- '<|im_start|>' + m.role + ' ' + (messages | length) | string + '\n'",
@@ -169,9 +169,9 @@ def test_the_tokenizers_own_response_template_goes_first(make: Make) -> None:
         chat.check()
         assert chat.parser.template == own
         ids = chat.turn_ids({"role": "assistant", "content": "", "tool_calls": [call(a=1)]})
-        assert chat.parse(ids)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+        assert chat.read(ids)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
         with pytest.raises(MalformedCall, match="could not be read"):
-            chat.parse(tokenizer("<tool_call>{")["input_ids"])
+            chat.read(tokenizer("<tool_call>{")["input_ids"])
     finally:
         tokenizer.response_template = None
     assert make("qwen2_5", response_template="llama3").parser.read is FORMATS["llama3"]
@@ -205,7 +205,7 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
             else:
                 turn["content"] += words(rng)
             sampled = chat.turn_ids(turn)
-            assert chat.parse(sampled).get("tool_calls", []) == [
+            assert chat.read(sampled).get("tool_calls", []) == [
                 {k: v for k, v in c.items() if k != "id"} for c in turn.get("tool_calls", [])
             ]
             reply = (
@@ -288,20 +288,6 @@ def test_no_text_becomes_a_control_token(make: Make, family: str) -> None:
         assert control(injected) == control(reply("benign"))
 
 
-def test_a_normalizer_makes_no_control_token() -> None:
-    from tokenizers import AddedToken, normalizers
-
-    tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.add_tokens([AddedToken("<tag>", normalized=True)])
-    wide = "\uff1ctag\uff1e"
-    assert tokenizer.convert_tokens_to_ids("<tag>") in tokenizer(wide)["input_ids"]
-    chat = Chat(tokenizer, FAMILIES["qwen2_5"].eos_ids(tokenizer), [MULTIPLY])
-    ids = chat.reply_ids([result(f"a{wide}b")], ended_by_eos=True, limit=100)
-    assert tokenizer.convert_tokens_to_ids("<tag>") not in ids
-    assert "a<tag>b" in decoded(chat, ids)
-
-
 @table(
     ("content", "expected"),
     [
@@ -356,9 +342,9 @@ def test_many_ids_of_calls_do_not_fill_the_memory(
 def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
     chat = make("tiny")
     assert (
-        chat.parse(chat.control.encode("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
+        chat.read(chat.control.encode("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
     )
-    assert chat.parse(chat.control.encode("42<|im_end|><|im_end|>")) == {
+    assert chat.read(chat.control.encode("42<|im_end|><|im_end|>")) == {
         "role": "assistant",
         "content": "42",
     }
@@ -443,13 +429,3 @@ def test_an_observation_leaves_the_tokens_of_its_row_as_they_are(make: Make) -> 
     assert chat.tokenizer.convert_ids_to_tokens(own).count("<think>") == 2, "the recipe's"
     assert grown.text[1]["content"] == "Guess.<|im_end|><think> It is below 9.<|im_end|><think>"
     assert str(grown.text[1]["content"]) in decoded(chat, grown.ids)
-
-
-def test_tools_are_rendered_into_prompts_and_an_empty_list_is_none(make: Make) -> None:
-    chat = make("tiny")
-    messages = [{"role": "user", "content": "6x7"}]
-    plain = conversations.render(chat.tokenizer, messages, {}, "here")
-    assert plain == "<|im_start|>user\n6x7<|im_end|>\n<|im_start|>assistant\n"
-    assert conversations.render(chat.tokenizer, messages, {}, "here", []) == plain
-    with_tools = conversations.render(chat.tokenizer, messages, {}, "here", [MULTIPLY])
-    assert with_tools == f"<|im_start|>tools multiply(a, b, note)<|im_end|>\n{plain}"
