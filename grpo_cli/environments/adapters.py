@@ -47,6 +47,7 @@ from grpo_cli.environments.functions import (
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.scoring.guards import blame, described
+from grpo_cli.scoring.pool_worker import to_builtin
 
 NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
@@ -79,22 +80,18 @@ class Spec:
         return list(self.by_name) or [""]
 
 
-@dataclass
 class Maker:
     """Makes the environments of one worker; imports their classes and tools once."""
 
-    spec: Spec
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    _tools: dict[str, Tool] | None = None
-    _classes: dict[str, _Class] = field(default_factory=dict)
-    _shared: dict[str, Any] = field(default_factory=dict)  # connections shared by rollouts
+    def __init__(self, spec: Spec, deadlines: Deadlines | None = None) -> None:
+        self.spec, self.deadlines = spec, deadlines or Deadlines()
+        self._found: dict[str, tuple[str, Callable[..., Any], Mapping[str, Any]]] = {}
+        self._shared: dict[str, Any] = {}  # connections shared by rollouts
 
-    @property
+    @functools.cached_property
     def tools(self) -> dict[str, Tool]:
         """The recipe's tools."""
-        if self._tools is None:
-            self._tools = load_tools(self.spec.tools)
-        return self._tools
+        return load_tools(self.spec.tools)
 
     def preload(self) -> None:
         """Imports the classes and tools, and the client of an MCP server.
@@ -106,9 +103,9 @@ class Maker:
         if self.spec.mcp:
             from grpo_cli.environments import mcp  # noqa: F401
         for name in self.spec.names if self.spec.path or self.spec.by_name else ():
-            found = self._class(name)
-            if inspect.isclass(found.call) and manner_of(found.call, found.where) == "trl":
-                found.tools(found.call)
+            where, call, _ = self._class(name)
+            if inspect.isclass(call) and manner_of(call, where) == "trl":
+                methods_of(call, where)
 
     async def close(self) -> None:
         """Closes the connections that rollouts share."""
@@ -129,36 +126,74 @@ class Maker:
         if self.spec.mcp:
             from grpo_cli.environments.mcp import McpTools
 
-            parameters = inspect.signature(McpTools.__init__).parameters.values()
-            known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-            if unknown := [n for n in self.spec.args if n not in known]:
-                raise UserError(
-                    f"environment.args.{unknown[0]}: environment.mcp has no such argument; it has "
-                    f"{listed(known)}.{nearest(unknown[0], known)}"
-                )
+            check_args(self.spec.args, McpTools.__init__, "environment.mcp has", keyword_only=True)
             return McpTools(self.spec.mcp, functions, self._shared, **self.spec.args)
         if not self.spec.has_state:
             return Adapted(None, functions)
-        return self._class(name).make(functions)
+        where, call, args = self._class(name)
+        if is_coroutine_function(call):
+            from grpo_cli.environments.rollout_function import RolloutFunction
 
-    def _class(self, name: str) -> _Class:
-        if name not in self._classes:
-            by_name = self.spec.by_name
-            if by_name and name not in by_name:
+            return RolloutFunction(call, args, functions)
+        try:
+            given = call(**args)
+        except UserError:
+            raise
+        except Exception as error:
+            raise Broken(f"{where}: its constructor raised {blame(error)}") from error
+        if manner_of(type(given), where) == "ours":
+            return MessageEnvironment(given, functions)
+        methods = methods_of(type(given), where)
+        bound = {n: replace(t, function=getattr(given, n)) for n, t in methods.items()}
+        return TrlEnvironment(given, functions.joined(bound, where), bool(self.spec.by_name))
+
+    def _class(self, name: str) -> tuple[str, Callable[..., Any], Mapping[str, Any]]:
+        """Imports a user's class of environments, or a function that returns one.
+
+        Returns:
+            (the key and the value that name it, for messages; the class; its arguments).
+
+        Raises:
+            UserError: the class does not exist, or does not take the arguments.
+        """
+        if name in self._found:
+            return self._found[name]
+        args, by_name = self.spec.args, self.spec.by_name
+        key, path = "environment.path", str(self.spec.path)
+        if by_name:
+            if name not in by_name:
                 raise UserError(
                     f"the column {NAME_COLUMN}: there is no environment {name!r}; "
                     f"environment.by_name has {listed(by_name)}.{nearest(name, by_name)}"
                 )
-            key = f"environment.by_name.{name}" if by_name else "environment.path"
-            path = by_name[name] if by_name else str(self.spec.path)
-            self._classes[name] = _Class.find(path, key, self._args(name), bool(by_name))
-        return self._classes[name]
+            key, path = f"environment.by_name.{name}", by_name[name]
+            args = self._args_of(name)
+        where = f"{key} = {path}"
+        if ":" not in path:
+            raise UserError(f"{where}: is no class; give it as my_module:MyClass.")
+        module_name, _, attribute = path.partition(":")
+        module = import_module(module_name, where)
+        if not callable(call := getattr(module, attribute, None)):
+            there = [n for n, v in vars(module).items() if inspect.isclass(v) and n[0] != "_"]
+            hint = nearest(attribute, there)
+            raise UserError(f"{where}: {module_name} has no class {attribute!r}.{hint}")
+        if inspect.isclass(call):
+            manner_of(call, where)
+        check_args(args, call, f"{path} takes")
+        if is_coroutine_function(call):
+            try:
+                inspect.signature(call).bind(None, **args)
+            except TypeError as error:
+                raise UserError(
+                    f"{where}: a rollout function must take a conversation, and nothing else that "
+                    f"environment.args does not give ({error})."
+                ) from error
+        self._found[name] = where, call, dict(args)
+        return self._found[name]
 
-    def _args(self, name: str) -> Mapping[str, Any]:
-        """Returns the constructor arguments for a class; with `by_name`, those under its name."""
+    def _args_of(self, name: str) -> Mapping[str, Any]:
+        """Returns the constructor arguments of an environment of `by_name`."""
         args, by_name = self.spec.args, self.spec.by_name
-        if not by_name:
-            return args
         if unknown := [n for n in args if n not in by_name]:
             raise UserError(
                 f"environment.args.{unknown[0]}: there is no environment {unknown[0]!r}; "
@@ -173,89 +208,34 @@ class Maker:
         return own
 
 
-@dataclass(frozen=True)
-class _Class:
-    """A user's class of environments, or a function that returns one."""
+def check_args(
+    args: Mapping[str, Any], call: Callable[..., Any], who: str, *, keyword_only: bool = False
+) -> None:
+    """Raises a UserError if a class or function does not take an argument of environment.args."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):  # its parameters cannot be read
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or not keyword_only]
+    if unknown := [name for name in args if name not in known]:
+        raise UserError(
+            f"environment.args.{unknown[0]}: {who} no such argument; it {who.rpartition(' ')[2]} "
+            f"{listed(known)}.{nearest(unknown[0], known)}"
+        )
 
-    where: str  # the key and the value that name it, for messages
-    call: Callable[..., Any]
-    args: Mapping[str, Any]
-    is_chosen: bool = False  # whether a column of the row chooses it
-    _tools: dict[type, dict[str, Tool]] = field(default_factory=dict)
 
-    @classmethod
-    def find(cls, path: str, key: str, args: Mapping[str, Any], is_chosen: bool = False) -> _Class:
-        """Imports a class and checks that it can be called with the arguments.
+@functools.cache
+def methods_of(cls: type, where: str) -> dict[str, Tool]:
+    """Returns the public methods of a TRL class as tools, by name.
 
-        Raises:
-            UserError: the class does not exist, or does not take the arguments.
-        """
-        where = f"{key} = {path}"
-        if ":" not in path:
-            raise UserError(f"{where}: is no class; give it as my_module:MyClass.")
-        module_name, _, name = path.partition(":")
-        module = import_module(module_name, where)
-        if not callable(given := getattr(module, name, None)):
-            there = [n for n, v in vars(module).items() if inspect.isclass(v) and n[0] != "_"]
-            raise UserError(f"{where}: {module_name} has no class {name!r}.{nearest(name, there)}")
-        found = cls(where, given, dict(args), is_chosen)
-        if inspect.isclass(found.call):
-            manner_of(found.call, where)
-        parameters: Mapping[str, inspect.Parameter] = {}
-        try:
-            parameters = inspect.signature(given).parameters
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        except (TypeError, ValueError):  # its parameters cannot be read
-            takes_all = True
-        if not takes_all and (unknown := [name for name in args if name not in parameters]):
-            raise UserError(
-                f"environment.args.{unknown[0]}: {path} takes no such argument; it takes "
-                f"{listed(parameters)}.{nearest(unknown[0], parameters)}"
-            )
-        if is_coroutine_function(given):
-            try:
-                inspect.signature(given).bind(None, **args)
-            except TypeError as error:
-                raise UserError(
-                    f"{where}: a rollout function must take a conversation, and nothing else that "
-                    f"environment.args does not give ({error})."
-                ) from error
-        return found
-
-    def tools(self, cls: type) -> dict[str, Tool]:
-        """Returns the public methods of a TRL class as tools, by name.
-
-        They are looked up on the class, since an attribute of an object may be a property with side
-        effects. Class methods and static methods are included.
-        """
-        if cls not in self._tools:
-            methods = dict(
-                inspect.getmembers(cls, lambda m: inspect.isfunction(m) or inspect.ismethod(m))
-            )
-            public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
-            self._tools[cls] = {
-                n: make_tool(methods[n], n, f"{self.where}, method {n}") for n in public
-            }
-        return self._tools[cls]
-
-    def make(self, functions: Functions) -> Adapted:
-        """Returns a new object of the class as an environment."""
-        if is_coroutine_function(self.call):
-            from grpo_cli.environments.rollout_function import RolloutFunction
-
-            return RolloutFunction(self.call, self.args, functions)
-        try:
-            given = self.call(**self.args)
-        except UserError:
-            raise
-        except Exception as error:
-            raise Broken(f"{self.where}: its constructor raised {blame(error)}") from error
-        manner = manner_of(type(given), self.where)
-        if manner == "ours":
-            return MessageEnvironment(given, functions)
-        own = self.tools(type(given))
-        bound = {n: replace(t, function=getattr(given, n)) for n, t in own.items()}
-        return TrlEnvironment(given, functions.joined(bound, self.where), self.is_chosen)
+    They are looked up on the class, since an attribute of an object may be a property with side
+    effects. Class methods and static methods are included.
+    """
+    methods = dict(inspect.getmembers(cls, lambda m: inspect.isfunction(m) or inspect.ismethod(m)))
+    public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
+    return {n: make_tool(methods[n], n, f"{where}, method {n}") for n in public}
 
 
 def manner_of(cls: type, where: str) -> Literal["ours", "trl"]:
@@ -317,6 +297,9 @@ class Adapted:
         """The JSON schemas of the tools that are known before `reset`."""
         return self.functions.schemas
 
+    async def open(self) -> None:
+        """Connects to a server that lists the tools, if there is one."""
+
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode."""
         return Observation(tools=self.schemas)
@@ -355,12 +338,8 @@ class MessageEnvironment(Adapted):
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """The JSON schemas of the environment's tools and the recipe's."""
         own = as_schemas(getattr(self.given, "tools", ()))
-        names = {schema["function"]["name"] for schema in own}
-        if both := sorted(names & {*self.functions.tools}):
-            raise UserError(
-                f"{type(self.given).__name__}: there are two tools called {both[0]!r}, one of the "
-                "environment and one in `tools`; give the one in `tools` another name."
-            )
+        names = [schema["function"]["name"] for schema in own]
+        self.functions.check_names(names, type(self.given).__name__)
         return [*own, *self.functions.schemas]
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -458,17 +437,6 @@ def unboxed(value: Any) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
-    """Converts a value to JSON types; other objects become strings."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    return str(value)
-
-
 def _cleaned_call(call: ToolCall) -> ToolCall:
     name = clean_text(str(call.name), 200)
     return ToolCall(name, bool(call.failed), bool(call.timed_out), float(call.seconds))
@@ -534,20 +502,13 @@ def observed(value: Any) -> Observation:
     if not isinstance(value, (Mapping, Observation)):
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise Broken(f"it returned {kind}, not an Observation")
-    if isinstance(value, Mapping):
-        given = dict(value)
-    else:  # a subclass may have fields of its own
+    given: Any = value
+    if isinstance(value, Observation):  # a subclass may have fields of its own
         given = {field.name: getattr(value, field.name) for field in fields(Observation)}
     found: _Observation = checked(_Observation, given, "its observation")
-    return Observation(
-        messages=[m.model_dump(exclude_none=True) for m in found.messages],
-        reward=found.reward,
-        done=found.done,
-        tools=as_schemas(given.get("tools", ())),
-        rewards=found.rewards,
-        metrics=found.metrics,
-        calls=found.calls,
-    )
+    messages = [m.model_dump(exclude_none=True) for m in found.messages]
+    tools = [to_builtin(tool) for tool in given.get("tools", ())]
+    return Observation(**{**dict(found), "messages": messages, "tools": tools})
 
 
 def as_messages(messages: Any) -> list[Message]:
@@ -559,7 +520,7 @@ def as_messages(messages: Any) -> list[Message]:
 def as_schemas(tools: Any) -> list[dict[str, Any]]:
     """Checks JSON schemas of tools: {"type": "function", "function": {"name": ...}}."""
     checked(list[_Tool], tools, "its tools")
-    return [plain(tool) for tool in tools]
+    return [to_builtin(tool) for tool in tools]
 
 
 def described_value(value: Any) -> str:

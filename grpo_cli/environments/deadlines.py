@@ -22,9 +22,10 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_cli.scoring.guards import contained
 from grpo_cli.scoring.processes import overrun
@@ -111,14 +112,6 @@ def seed_everything(seed: int) -> None:
         module.seed(seed % 2**32)
 
 
-class Start(NamedTuple):
-    """The start of a deadline."""
-
-    time: float
-    busy: float  # seconds in slices of this call until then
-    busy_of_all: float  # seconds in slices of all calls until then
-
-
 @dataclass(eq=False)
 class Run:
     """A running call."""
@@ -126,8 +119,9 @@ class Run:
     number: int
     streams: Streams
     late: Callable[[], object]  # called if the deadline passes between slices
-    start: Start = Start(0.0, 0.0, 0.0)
+    start: float = 0.0  # age at which its deadline began
     busy: float = 0.0  # seconds in its slices
+    task: asyncio.Task[Any] | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -161,7 +155,7 @@ class Deadlines:
             slack: extra seconds for a call that contains another deadline.
         """
         if self.run is not None:
-            self.run.start = self._now(self.run, slack)
+            self.run.start = self._age(self.run) + slack
             self._arm(self.run)
 
     async def within(self, awaitable: Awaitable[Any]) -> Any:
@@ -170,7 +164,7 @@ class Deadlines:
         try:
             if (run := self.run) is None or self.seconds is None:
                 return await task
-            start = self._now(run)
+            start = self._age(run)
             self.begin(GRACE / 2)
             while not task.done() and (left := self._left(run, start)) > 0:
                 await asyncio.wait({task}, timeout=left)
@@ -188,7 +182,7 @@ class Deadlines:
 
     async def call(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a call, whose deadline starts now."""
-        run.start = self._now(run)
+        run.start = self._age(run)
         try:
             return await self._drive(run, coroutine)
         finally:
@@ -196,17 +190,37 @@ class Deadlines:
                 run.timer.cancel()
 
     async def _drive(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await _Slices(self, run, coroutine)
+        return await self._slices(run, coroutine)
 
-    def _now(self, run: Run, slack: float = 0.0) -> Start:
-        return Start(time.monotonic() + slack, run.busy, self._busy)
+    @types.coroutine
+    def _slices(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Awaits a coroutine, and notes the begin and the end of its slices."""
+        advance: Callable[[], Any] = functools.partial(coroutine.send, None)
+        while True:
+            try:
+                self._enter(run)
+                try:
+                    waits_for = advance()
+                finally:
+                    self._exit()
+            except StopIteration as result:
+                return result.value
+            self._waits(run)
+            try:
+                answer = yield waits_for
+            except BaseException as error:
+                advance = functools.partial(coroutine.throw, error)
+            else:
+                advance = functools.partial(coroutine.send, answer)
 
-    def _left(self, run: Run, start: Start | None = None) -> float:
-        """Returns the seconds until a call's deadline, excluding time in other calls' slices."""
+    def _age(self, run: Run) -> float:
+        """Returns a call's clock, which stands still while other calls hold the thread."""
+        return time.monotonic() - (self._busy - run.busy)
+
+    def _left(self, run: Run, start: float | None = None) -> float:
+        """Returns the seconds until a call's deadline."""
         assert self.seconds is not None
-        start = start or run.start
-        others = (self._busy - start.busy_of_all) - (run.busy - start.busy)
-        return self.seconds + others - (time.monotonic() - start.time)
+        return self.seconds - (self._age(run) - (run.start if start is None else start))
 
     def _enter(self, run: Run) -> None:
         if self._owner is not run.streams:
@@ -255,32 +269,6 @@ class Deadlines:
             self._waits(run)
         else:
             run.late()
-
-
-class _Slices:
-    """Awaits a coroutine, and reports the begin and end of its slices to `Deadlines`."""
-
-    def __init__(self, deadlines: Deadlines, run: Run, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self.deadlines, self.run, self.coroutine = deadlines, run, coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        advance: Callable[[], Any] = functools.partial(self.coroutine.send, None)
-        while True:
-            try:
-                self.deadlines._enter(self.run)
-                try:
-                    waits_for = advance()
-                finally:
-                    self.deadlines._exit()
-            except StopIteration as result:
-                return result.value
-            self.deadlines._waits(self.run)
-            try:
-                answer = yield waits_for
-            except BaseException as error:
-                advance = functools.partial(self.coroutine.throw, error)
-            else:
-                advance = functools.partial(self.coroutine.send, answer)
 
 
 async def result_of(value: Any) -> Any:

@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from grpo_cli.environments.deadlines import Deadlines, Overrun
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed
 from grpo_cli.scoring.guards import described
+from grpo_cli.scoring.pool_worker import to_builtin
 
 TEXT_LIMIT = 100_000  # maximum characters of a message's content; tokens are limited later
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -43,16 +44,20 @@ class ToolError(Exception):
     """Raised by a tool whose call was wrong; the model gets the message unchanged."""
 
 
-class Failed(Exception):  # noqa: N818
-    """Raised if the environment behind a tool has failed, through no fault of the model.
+class EnvironmentFailure(Exception):  # noqa: N818
+    """Raised if an environment failed. Its rollout can be replayed in a fresh environment.
 
     Args:
-        status: "env_error" or "env_timeout".
+        stop_reason: "env_error" or "env_timeout".
+        own: whether the session's own call was at fault, not another session's in its worker.
     """
 
-    def __init__(self, status: str, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    def __init__(self, stop_reason: str, text: str, own: bool = True) -> None:
+        super().__init__(stop_reason, text, own)  # these arguments are pickled
+        self.stop_reason, self.own = stop_reason, own
+
+    def __str__(self) -> str:
+        return clean_text(self.args[1], 2000)
 
 
 @dataclass(frozen=True)
@@ -131,20 +136,17 @@ class Functions:
         """The JSON schemas of the tools, in their order."""
         return [tool.schema for tool in self.tools.values()]
 
-    def joined(self, own: Mapping[str, Tool], where: str) -> Functions:
-        """Returns these tools together with an environment's own.
-
-        Args:
-            where: the key that names the environment, for messages.
-
-        Raises:
-            UserError: two tools have the same name.
-        """
+    def check_names(self, own: Iterable[str], where: str) -> None:
+        """Raises a UserError if an environment's own tool has the name of one of these."""
         if both := sorted({*own} & {*self.tools}):
             raise UserError(
                 f"{where}: there are two tools called {both[0]!r}, one of the environment and one "
                 "in `tools`; give the one in `tools` another name."
             )
+
+    def joined(self, own: Mapping[str, Tool], where: str) -> Functions:
+        """Returns these tools together with an environment's own; raises as `check_names`."""
+        self.check_names(own, where)
         return Functions({**own, **self.tools}, self.deadlines)
 
     async def step(self, message: Message) -> Observation:
@@ -174,11 +176,8 @@ class Functions:
         begun = time.perf_counter()
         name = shortened(name_of(call), 200)
         text, failed, timed_out = await self._result(name, call)
-        answer: Message = {"role": "tool", "name": name, "content": text}
-        if isinstance(call.get("id"), str):
-            answer["tool_call_id"] = call["id"]
         seconds = time.perf_counter() - begun
-        return answer, ToolCall(name, failed=failed, timed_out=timed_out, seconds=seconds)
+        return answer_to(call, text), ToolCall(name, failed, timed_out, seconds)
 
     async def _result(self, name: str, call: Mapping[str, Any]) -> tuple[str, bool, bool]:
         """Returns (text of the answer, whether the call failed, whether it timed out)."""
@@ -197,7 +196,7 @@ class Functions:
             return as_text(result), False, False
         except Overrun as late:
             return failure(str(late)), True, True
-        except Failed:
+        except EnvironmentFailure:
             raise
         except ToolError as error:
             return failure(str(error)), True, False
@@ -280,6 +279,14 @@ def name_of(call: Mapping[str, Any]) -> str:
     return str(call["function"].get("name"))
 
 
+def answer_to(call: Mapping[str, Any], text: str) -> Message:
+    """Returns the message that answers a tool call."""
+    answer: Message = {"role": "tool", "name": shortened(name_of(call), 200), "content": text}
+    if isinstance(call.get("id"), str):
+        answer["tool_call_id"] = call["id"]
+    return answer
+
+
 def failure(text: str) -> str:
     """Returns the answer to a failed call: `{"error": "..."}`."""
     return json.dumps({"error": clean_text(text, 2000)}, ensure_ascii=False)
@@ -295,19 +302,10 @@ def as_text(result: Any) -> str:
         result = bytes(result[: 4 * TEXT_LIMIT]).decode("utf-8", "replace")
     if not isinstance(result, str):
         try:
-            result = json.dumps(result, ensure_ascii=False, default=_builtin)
+            result = json.dumps(result, ensure_ascii=False, default=to_builtin)
         except (TypeError, ValueError, RecursionError):
             result = str(result)
     return clean_text(result)
-
-
-def _builtin(value: Any) -> Any:
-    """Converts numpy and torch values and sets to JSON types; other values to strings."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=str)
-    return str(value)
 
 
 def clean_text(text: str, limit: int = TEXT_LIMIT) -> str:

@@ -36,9 +36,9 @@ from grpo_cli.environments.episode import (
     Exchange,
     has_same_effect,
 )
+from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.response import MalformedCall
-from grpo_cli.environments.sessions import EnvironmentFailure
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request, Work
 from grpo_cli.generation.sampling import Sampling

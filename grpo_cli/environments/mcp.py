@@ -17,7 +17,7 @@ import httpx2
 
 from grpo_cli.environments.adapters import Adapted
 from grpo_cli.environments.functions import (
-    Failed,
+    EnvironmentFailure,
     Functions,
     Tool,
     ToolError,
@@ -104,7 +104,8 @@ class McpTools(Adapted):
         async def call(**arguments: Any) -> str:
             connection: _Connection | None = self._shared.get(self._server)
             if connection is None:
-                raise Failed("env_error", f"the MCP server {self._server} is not connected")
+                text = f"the MCP server {self._server} is not connected"
+                raise EnvironmentFailure("env_error", text)
             return await connection.call(name, arguments)
 
         return call
@@ -115,7 +116,7 @@ class _Connection:
 
     def __init__(self, server: str, env: Mapping[str, str], headers: Mapping[str, str]) -> None:
         self._server, self._env, self._headers = server, env, headers
-        self.error: Failed | None = None  # why the connection is no longer usable
+        self.error: EnvironmentFailure | None = None  # why the connection is no longer usable
         self.tools: list[mcp.Tool] = []
         self._client: mcp.Client | None = None
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -127,7 +128,7 @@ class _Connection:
 
         Raises:
             UserError: the server cannot be started.
-            Failed: no MCP server answers.
+            EnvironmentFailure: no MCP server answers.
         """
         try:
             await self._opened
@@ -163,7 +164,7 @@ class _Connection:
         env = {**os.environ, **{k: str(v) for k, v in self._env.items()}}
         return mcp.Client(mcp.StdioServerParameters(command=command, args=args, env=env))
 
-    def _reason(self, error: Exception) -> UserError | Failed:
+    def _reason(self, error: Exception) -> UserError | EnvironmentFailure:
         """Returns the error for a connection that could not be opened."""
         while isinstance(error, ExceptionGroup):  # raised by the client's own tasks
             error = error.exceptions[0]
@@ -179,7 +180,7 @@ class _Connection:
 
         Raises:
             ToolError: the server refuses the call.
-            Failed: the connection is closed, or the server had an internal error.
+            EnvironmentFailure: the connection is closed, or the server had an internal error.
         """
         if self.error is not None:
             raise self.error
@@ -200,8 +201,8 @@ class _Connection:
             raise ToolError(text)
         return text
 
-    def _failed(self, text: str) -> Failed:
-        return Failed("env_error", f"the MCP server {self._server}: {text}")
+    def _failed(self, text: str) -> EnvironmentFailure:
+        return EnvironmentFailure("env_error", f"the MCP server {self._server}: {text}")
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -28,7 +28,7 @@ from grpo_cli.environments.deadlines import (
     Streams,
     seed_everything,
 )
-from grpo_cli.environments.functions import Failed
+from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.guards import blame, described
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     number: int
     session: int
-    kind: str  # reset, step, finish, abandon; schemas, which needs no session
+    kind: str  # reset, step, finish, abandon or schemas
     payload: Any = None
 
     @property
@@ -56,8 +56,7 @@ class Reply(NamedTuple):
     """The result of a call."""
 
     number: int
-    status: str  # ok, env_error, env_timeout, mistake
-    payload: Any  # Observation, schemas or text
+    result: Any  # Observation, schemas, EnvironmentFailure or UserError
 
 
 @dataclass(eq=False)
@@ -79,7 +78,7 @@ class Host:
     deadlines: Deadlines
     reply: Callable[[Reply], None]
     _sessions: dict[int, _Session] = field(default_factory=dict)
-    _under_way: dict[int, tuple[Run, asyncio.Task[Any]]] = field(default_factory=dict)
+    _runs: dict[int, Run] = field(default_factory=dict)  # calls under way, by session
     _idle: defaultdict[str, list[_Session]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -91,41 +90,40 @@ class Host:
         if request.kind == "abandon":
             self._abandon(request.session)
             return
-        if request.session in self._under_way:
+        if request.session in self._runs:
             text = f"{request.kind}: the session's call before has not ended"
-            self.reply(Reply(request.number, "env_error", text))
+            self.reply(Reply(request.number, EnvironmentFailure("env_error", text)))
             return
         known = self._sessions.get(request.session)
         streams = known.streams if known else Streams()
         run = Run(request.number, streams, lambda: self._late(run, request))
-        task = asyncio.ensure_future(self._answer(run, request))
-        self._under_way[request.session or -request.number] = run, task
+        run.task = asyncio.ensure_future(self._answer(run, request))
+        self._runs[request.session] = run
 
     def _late(self, run: Run, request: Request) -> None:
         """Abandons a call past its deadline and replies, since it may ignore cancellation."""
-        under_way = self._under_way.pop(request.session or -request.number, None)
-        if under_way is None or under_way[0] is not run:
-            return
-        self._give_up(under_way[1], self._sessions.pop(request.session, None))
-        text = f"{request.called} {overrun(self.spec.seconds)}"
-        self.reply(Reply(request.number, "env_timeout", text))
+        if self._runs.get(request.session) is run:
+            self._abandon(request.session)
+            text = f"{request.called} {overrun(self.spec.seconds)}"
+            self.reply(Reply(request.number, EnvironmentFailure("env_timeout", text)))
 
     def _abandon(self, number: int) -> None:
-        session = self._sessions.pop(number, None)
-        if (under_way := self._under_way.pop(number, None)) is not None:
-            self._give_up(under_way[1], session)
-        elif session is not None:
-            self._release(session, is_clean=True)
-
-    def _give_up(self, task: asyncio.Task[Any], session: _Session | None) -> None:
-        """Cancels a call, and releases its environment once the call has ended."""
-        task.cancel()
+        """Releases a session; its call is cancelled first, and may take time to end."""
+        session, run = self._sessions.pop(number, None), self._runs.pop(number, None)
+        if run is not None:
+            assert run.task is not None
+            run.task.cancel()
         if session is None:
             return
+        if run is None:
+            self._release(session, is_clean=True)
+        else:
+            self._until_done(run.task, lambda: self._release(session, is_clean=False))
 
+    def _until_done(self, task: asyncio.Task[Any], then: Callable[[], None]) -> None:
         def ended(_: Any) -> None:
             self._closing.discard(task)
-            self._release(session, is_clean=False)
+            then()
 
         self._closing.add(task)
         task.add_done_callback(ended)
@@ -137,8 +135,7 @@ class Host:
             return
         run = Run(0, session.streams, lambda: task.cancel())
         task = asyncio.ensure_future(self._close(run, session))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._until_done(task, lambda: None)
 
     async def _close(self, run: Run, session: _Session) -> None:
         try:
@@ -147,38 +144,33 @@ class Host:
             print(f"grpo: an environment's close failed: {described(error)}", file=sys.stderr)
 
     async def _answer(self, run: Run, request: Request) -> None:
-        status, payload = "ok", None
+        failed, called = True, request.called
         try:
-            payload = await self.deadlines.call(run, self._call(run, request))
+            result = await self.deadlines.call(run, self._call(run, request))
+            failed = False
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 return  # abandoned, or answered by `_late`
-            status, payload = "env_error", f"{request.called} raised CancelledError"
+            result = EnvironmentFailure("env_error", f"{called} raised CancelledError")
         except Overrun as late:
-            status, payload = "env_timeout", f"{request.called} {late}"
-        except Failed as failed:
-            status, payload = failed.status, str(failed)
-        except UserError as mistake:
-            status, payload = "mistake", str(mistake)
+            result = EnvironmentFailure("env_timeout", f"{called} {late}")
+        except (EnvironmentFailure, UserError) as error:
+            result = error
         except Broken as broken:
             # For schemas the message names the class or the tool itself.
-            before = "" if request.kind == "schemas" else f"{request.called}: "
-            status, payload = "env_error", f"{before}{broken}"
+            before = "" if request.kind == "schemas" else f"{called}: "
+            result = EnvironmentFailure("env_error", f"{before}{broken}")
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            status, payload = "env_error", f"{request.called} raised {blame(error)}"
-        under_way = self._under_way.get(request.session or -request.number)
-        if under_way is None or under_way[0] is not run:
+            result = EnvironmentFailure("env_error", f"{called} raised {blame(error)}")
+        if self._runs.get(request.session) is not run:
             return
-        del self._under_way[request.session or -request.number]
-        if (session := self._sessions.get(request.session)) is not None:
-            if status != "ok":
-                del self._sessions[request.session]
-                if status != "env_timeout":  # else its close may hang too
-                    self._release(session, is_clean=False)
-            elif request.kind == "finish":
-                del self._sessions[request.session]
-                self._release(session, is_clean=True)
-        self.reply(Reply(request.number, status, payload))
+        del self._runs[request.session]
+        session = self._sessions.get(request.session)
+        if session is not None and (failed or request.kind == "finish"):
+            del self._sessions[request.session]
+            if getattr(result, "stop_reason", "") != "env_timeout":  # else its close may hang too
+                self._release(session, is_clean=not failed)
+        self.reply(Reply(request.number, result))
 
     async def _call(self, run: Run, request: Request) -> Any:
         if request.kind == "step":
@@ -188,9 +180,7 @@ class Host:
         if request.kind == "schemas":
             session = self._make(run, request.payload)
             try:
-                open_it = getattr(session.environment, "open", None)
-                if open_it is not None:  # MCP: the tools are known only from the server
-                    await open_it()
+                await session.environment.open()
                 return [dict(schema) for schema in session.environment.schemas]
             finally:
                 self._release(session, is_clean=False)
@@ -214,9 +204,7 @@ class Host:
         return self._sessions[number]
 
     def _make(self, run: Run, name: str) -> _Session:
-        session = _Session(name, None, run.streams)  # type: ignore[arg-type]
-        session.environment = self.maker.make(name)
-        return session
+        return _Session(name, self.maker.make(name), run.streams)
 
     async def close(self) -> None:
         """Closes all environments; each has its deadline."""

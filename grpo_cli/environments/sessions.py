@@ -28,7 +28,14 @@ from typing import Any
 from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import BEAT_SECONDS, GRACE, Mark
-from grpo_cli.environments.functions import calls_of, clean_text, failure, name_of, shortened
+from grpo_cli.environments.functions import (
+    EnvironmentFailure,
+    answer_to,
+    calls_of,
+    failure,
+    name_of,
+    shortened,
+)
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.session_worker import Reply, Request
 from grpo_cli.errors import UserError
@@ -37,21 +44,7 @@ from grpo_cli.scoring.processes import Worker, Workers, overrun
 
 CHECK_SECONDS = 1.0  # interval between checks of a worker in which no call holds the thread
 CLOSE_SECONDS = 2.0  # time for workers to close their environments at the end
-TEXT_LIMIT = 2000  # maximum characters of a failure's message
 MAX_MOVES = 3  # maximum moves of a call to another worker, each after the loss of a worker
-
-
-class EnvironmentFailure(Exception):  # noqa: N818
-    """Raised if an environment failed. Its rollout can be replayed in a fresh environment.
-
-    Args:
-        stop_reason: "env_error" or "env_timeout".
-        own: whether the session's own call was at fault, not another session's in its worker.
-    """
-
-    def __init__(self, stop_reason: str, text: str, own: bool = True) -> None:
-        super().__init__(clean_text(text, TEXT_LIMIT))
-        self.stop_reason, self.own = stop_reason, own
 
 
 class Session:
@@ -89,33 +82,14 @@ class Session:
 class _Call:
     """A call and its future."""
 
-    kind: str
-    session: Session | None  # None for schemas
-    payload: Any
-    number: int
+    session: Session
+    request: Request
     future: Future[Any] = field(default_factory=Future)
     moves: int = 0  # number of moves to another worker
 
-    @property
-    def request(self) -> Request:
-        """The call in the form that workers receive."""
-        session = self.session.number if self.session else 0
-        return Request(self.number, session, self.kind, self.payload)
-
-    def take(self, reply: Reply) -> None:
-        """Completes the future with a reply."""
-        if reply.status == "ok":
-            self.future.set_result(reply.payload)
-        elif reply.status == "mistake":
-            self.future.set_exception(UserError(reply.payload))
-        else:
-            is_late = reply.status == "env_timeout"
-            self.fail(EnvironmentFailure("env_timeout" if is_late else "env_error", reply.payload))
-
     def fail(self, failed: EnvironmentFailure) -> None:
         """Sets a failure, which ends the session."""
-        if self.session is not None and self.session.failure is None:
-            self.session.failure = failed
+        self.session.failure = self.session.failure or failed
         if not self.future.done():
             self.future.set_exception(failed)
 
@@ -173,7 +147,7 @@ class Sessions(Workers[_Worker]):
             UserError: a tool or a class cannot be used.
         """
         with self._mistakes(name):
-            return self.submit("schemas", None, name).result()  # type: ignore[no-any-return]
+            return self.submit("schemas", self.open(name, {}, 0), name).result()  # type: ignore[no-any-return]
 
     def try_out(self, name: str, row: Mapping[str, Any], seed: int = 0) -> Observation:
         """Makes and resets an environment; returns its first observation.
@@ -196,9 +170,9 @@ class Sessions(Workers[_Worker]):
             what = self.spec.by_name.get(name, self.spec.path or self.spec.mcp or "tools")
             raise UserError(f"the environment {what} cannot be used: {failed}.") from failed
 
-    def submit(self, kind: str, session: Session | None, payload: Any) -> Future[Any]:
+    def submit(self, kind: str, session: Session, payload: Any) -> Future[Any]:
         """Queues a call; its future always completes. Thread-safe."""
-        call = _Call(kind, session, payload, next(self._numbers))
+        call = _Call(session, Request(next(self._numbers), session.number, kind, payload))
         with self.lock:
             if self.ended is None:
                 self._inbox.append(call)
@@ -230,12 +204,10 @@ class Sessions(Workers[_Worker]):
         with self.lock:
             calls, self._inbox = self._inbox, []
         for call in calls:
-            session = call.session
-            if call.kind == "abandon":
-                assert session is not None, "of a session"
-                self._abandon(session, call)
-            elif session is not None and session.failure is not None:
-                call.fail(session.failure)
+            if call.request.kind == "abandon":
+                self._abandon(call.session, call)
+            elif call.session.failure is not None:
+                call.fail(call.session.failure)
             else:
                 self._assign(call)
         for worker in list(self.workers):
@@ -243,15 +215,13 @@ class Sessions(Workers[_Worker]):
                 self._send(worker)
 
     def _assign(self, call: _Call) -> None:
-        worker = call.session.worker if call.session is not None else None
-        worker = worker or self._least_loaded()
+        worker = call.session.worker or self._least_loaded()
         if worker is None:
             with self.lock:
                 self._inbox.append(call)  # until a worker can be started
             return
-        if call.session is not None:
-            call.session.worker = worker
-            worker.sessions.add(call.session)
+        call.session.worker = worker
+        worker.sessions.add(call.session)
         worker.queue.append(call)
 
     def _abandon(self, session: Session, call: _Call) -> None:
@@ -301,8 +271,8 @@ class Sessions(Workers[_Worker]):
                 text = f"its row or message cannot be sent: {type(error).__name__}: {error}"
                 call.fail(EnvironmentFailure("env_error", text))
                 continue
-            if call.kind != "abandon":
-                worker.calls[call.number] = call
+            if call.request.kind != "abandon":
+                worker.calls[call.request.number] = call
             worker.asked = time.monotonic()
 
     # Replies
@@ -311,9 +281,15 @@ class Sessions(Workers[_Worker]):
         """Completes a call, unless it was abandoned."""
         if (call := worker.calls.pop(message.number, None)) is None:
             return
-        if call.session is not None and (message.status != "ok" or call.kind == "finish"):
+        result = message.result
+        if isinstance(result, Exception) or call.request.kind in ("finish", "schemas"):
             worker.sessions.discard(call.session)
-        call.take(message)
+        if isinstance(result, EnvironmentFailure):
+            call.fail(result)
+        elif isinstance(result, UserError):
+            call.future.set_exception(result)
+        else:
+            call.future.set_result(result)
 
     def unreadable(self, worker: _Worker, error: Exception) -> None:
         """Ends a worker in which an environment has written into the pipe."""
@@ -358,8 +334,9 @@ class Sessions(Workers[_Worker]):
         for call in [*worker.calls.values(), *worker.queue]:
             if self.ended is not None:
                 call.fail(EnvironmentFailure("env_error", self.ended, own=False))
-            elif call.kind != "abandon":
-                self._move(call, call.number in suspects, call.number == running, late, reason)
+            elif call.request.kind != "abandon":
+                number = call.request.number
+                self._move(call, number in suspects, number == running, late, reason)
         for session in worker.sessions:
             if self.spec.has_state and session.worker is None and session.failure is None:
                 session.failure = _bystander(reason)
@@ -371,10 +348,10 @@ class Sessions(Workers[_Worker]):
             is_suspect: whether the call may have ended the worker.
             is_known: whether it certainly has.
         """
-        needs_no_state = not self.spec.has_state or call.kind in ("reset", "schemas")
+        needs_no_state = not self.spec.has_state or call.request.kind in ("reset", "schemas")
         call.moves += 1
-        if not self.spec.has_state and call.kind == "step" and is_known:
-            call.future.set_result(_lost_answers(call.payload, late, text))
+        if not self.spec.has_state and call.request.kind == "step" and is_known:
+            call.future.set_result(_lost_answers(call.request.payload, late, text))
         elif call.moves <= MAX_MOVES and not is_known and needs_no_state:
             self._assign(call)
         elif is_suspect or needs_no_state:
@@ -397,15 +374,11 @@ class Sessions(Workers[_Worker]):
 
 def _lost_answers(message: Message, late: bool, text: str) -> Observation:
     """Returns the answers to the tool calls of a turn that has ended its worker."""
-    messages, calls = [], []
-    for call in calls_of(message):
-        name = shortened(name_of(call), 200)
-        answer: Message = {"role": "tool", "name": name, "content": failure(text)}
-        if isinstance(call.get("id"), str):
-            answer["tool_call_id"] = call["id"]
-        messages.append(answer)
-        calls.append(ToolCall(name, failed=True, timed_out=late))
-    return Observation(messages, calls=calls)
+    calls = calls_of(message)
+    return Observation(
+        [answer_to(call, failure(text)) for call in calls],
+        calls=[ToolCall(shortened(name_of(call), 200), True, late) for call in calls],
+    )
 
 
 def _bystander(text: str) -> EnvironmentFailure:

@@ -117,17 +117,10 @@ class RolloutTrainer:
             return list(prompt)
         text = prompt
         if is_chat:
-            if any(map(_has_image, prompt)):
-                raise TrainingError(COPIED)
             text = conversations.render(
                 self.tokenizer, prompt, self._template_kwargs, "the rollout function"
             )
         return list(self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
-
-
-def _has_image(message: Mapping[str, Any]) -> bool:
-    content = message["content"]
-    return isinstance(content, list) and any(block.get("type") == "image" for block in content)
 
 
 def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:

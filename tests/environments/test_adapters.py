@@ -13,6 +13,7 @@ from grpo_cli.environments.adapters import Adapted, Broken, Maker, Spec, manner_
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError
 from tests.environments import samples
+from tests.environments.messages import calls, says, texts
 from tests.tables import table
 
 SAMPLES = "tests.environments.samples"
@@ -20,19 +21,6 @@ SAMPLES = "tests.environments.samples"
 
 def made(name: str = "", **settings: Any) -> Adapted:
     return Maker(Spec(**settings)).make(name)
-
-
-def calls(*calls: tuple[str, Any]) -> Message:
-    made = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
-def says(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def texts(observation: Observation) -> list[str]:
-    return [m["content"] for m in observation.messages]
 
 
 def names(schemas: Any) -> list[str]:

@@ -57,24 +57,6 @@ def test_the_mark_says_which_call_holds_the_thread_and_until_when(mark: Mark) ->
     assert begun <= mark.read()[2] <= time.monotonic()
 
 
-def test_between_its_slices_a_call_does_not_hold_the_thread(mark: Mark) -> None:
-    deadlines = Deadlines(10.0, mark)
-    seen = []
-
-    async def waits() -> None:
-        await asyncio.sleep(0.01)
-
-    async def look() -> None:
-        await asyncio.sleep(0)
-        seen.append(mark.read()[0])
-
-    async def both() -> None:
-        await asyncio.gather(deadlines.call(run(3), waits()), look())
-
-    asyncio.run(both())
-    assert seen == [0]
-
-
 def test_a_call_may_wait_for_a_part_of_itself_until_the_deadline() -> None:
     async def waits(seconds: float) -> str:
         await asyncio.sleep(seconds)

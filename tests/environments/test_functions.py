@@ -18,18 +18,15 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
+from tests.environments.messages import calls as turn
+from tests.environments.messages import texts
 from tests.tables import table
 
 TOOLS = {name: f"tests.environments.samples:{name}" for name in ("multiply", "wait_for", "does")}
 
 
-def message(*calls: tuple[str, Any]) -> dict[str, Any]:
-    made = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
 def step(*calls: tuple[str, Any]) -> Observation:
-    return asyncio.run(Functions(load_tools(TOOLS)).step(message(*calls)))
+    return asyncio.run(Functions(load_tools(TOOLS)).step(turn(*calls)))
 
 
 def content(name: str, arguments: Any) -> str:
@@ -148,9 +145,9 @@ def test_calls_of_a_turn_are_answered_in_their_order() -> None:
     )
     names = ["multiply", "wait_for", "wait_for", "nothing", "multiply"]
     assert [m["name"] for m in observation.messages] == names
-    texts = [m["content"] for m in observation.messages]
-    assert (texts[:3], texts[4]) == (["2", "slow", "quick"], "12")
-    assert "there is no tool 'nothing'; there are: does, multiply, wait_for" in texts[3]
+    said = texts(observation)
+    assert (said[:3], said[4]) == (["2", "slow", "quick"], "12")
+    assert "there is no tool 'nothing'; there are: does, multiply, wait_for" in said[3]
     assert [call.failed for call in observation.calls] == [False, False, False, True, False]
 
 
@@ -170,10 +167,10 @@ def test_neighbouring_async_calls_run_at_the_same_time() -> None:
         return text
 
     tools = Functions({"note": make_tool(note, "note", "")})
-    calls = message(("note", {"text": "a", "steps": 5}), ("note", {"text": "b", "steps": 1}))
+    calls = turn(("note", {"text": "a", "steps": 5}), ("note", {"text": "b", "steps": 1}))
     observation = asyncio.run(tools.step(calls))
     assert order == ["b", "a"]
-    assert [m["content"] for m in observation.messages] == ["a", "b"]
+    assert texts(observation) == ["a", "b"]
 
 
 def test_a_turn_without_a_call_ends_the_episode() -> None:
@@ -295,5 +292,5 @@ class Adder:
 
 def test_a_callable_object_is_a_tool() -> None:
     tool = make_tool(Adder(), "add", "")
-    observation = asyncio.run(Functions({"add": tool}).step(message(("add", {"a": 1}))))
+    observation = asyncio.run(Functions({"add": tool}).step(turn(("add", {"a": 1}))))
     assert observation.messages[0]["content"] == "2"

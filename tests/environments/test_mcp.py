@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from grpo_cli.config.schema import EnvironmentSettings
-from grpo_cli.environments.protocol import Message, Observation
+from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
 from grpo_cli.errors import UserError
+from tests.environments.messages import calls, texts
 from tests.programs import ROOT
 from tests.scoring.test_pool import gone
 
@@ -41,15 +42,6 @@ def start() -> Iterator[Open]:
     yield start
     for sessions in opened:
         sessions.close()
-
-
-def calls(*calls: tuple[str, Any]) -> Message:
-    made = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
-def texts(observation: Observation) -> list[str]:
-    return [m["content"] for m in observation.messages]
 
 
 def begin(sessions: Sessions) -> Session:

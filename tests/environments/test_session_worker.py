@@ -11,12 +11,9 @@ from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import Deadlines
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.session_worker import Host, Reply, Request
+from tests.environments.messages import says
 
 GUESS = Spec(path="tests.environments.samples:Guess")
-
-
-def says(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def answers(spec: Spec, *requests: Request) -> list[Reply]:
@@ -41,11 +38,11 @@ def test_a_host_answers_calls_of_sessions() -> None:
         Request(1, 7, "reset", ("", {}, 0)),
         Request(2, 7, "step", says("-1")),
         Request(3, 7, "finish"),
-        Request(4, 0, "schemas", ""),
+        Request(4, 8, "schemas", ""),
     )
-    assert [(r.number, r.status) for r in replies] == [(n, "ok") for n in range(1, 5)]
-    assert replies[1].payload.messages == [{"role": "user", "content": "higher"}]
-    assert replies[3].payload == []
+    assert [r.number for r in replies] == [1, 2, 3, 4]
+    assert replies[1].result.messages == [{"role": "user", "content": "higher"}]
+    assert replies[3].result == []
 
 
 class Raises:
@@ -57,7 +54,7 @@ class Raises:
 
 def test_a_constructor_is_blamed_once() -> None:
     (reply,) = answers(Spec(path=f"{__name__}:Raises"), Request(1, 0, "schemas", ""))
-    assert reply.payload.count("its constructor") == 1
+    assert str(reply.result).count("its constructor") == 1
 
 
 class ClosesBadly:
@@ -78,5 +75,5 @@ def test_an_error_of_close_is_only_printed(capsys: pytest.CaptureFixture[str]) -
         Request(2, 7, "reset", ("", {}, 0)),
         Request(3, 7, "finish"),
     )
-    assert [r.status for r in replies] == ["ok"] * 3
+    assert not any(isinstance(r.result, Exception) for r in replies)
     assert capsys.readouterr().err.count("never opened") == 2
