@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from grpo_cli.images import Cell, ImageError, StoredImage, opened
+from grpo_cli.images import Cell, ImageError, StoredImage
 
 
 def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
@@ -110,13 +110,6 @@ def test_a_picture_of_nine_hundred_million_pixels_is_refused() -> None:
     huge = small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:]
     with pytest.raises(ImageError, match="row 3: the image has more than 178,956,970 pixels"):
         _ = StoredImage(huge, "row 3", max_pixels=100).size
-
-
-def test_opened_reaches_images_in_lists() -> None:
-    image = StoredImage(RED, "")
-    values = opened([image, [image, image], []])
-    assert [type(v).__name__ for v in (values[0], values[1][1])] == ["Image", "Image"]
-    assert opened("text") == "text"
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

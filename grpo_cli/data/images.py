@@ -82,7 +82,8 @@ def of_row(
     given: list[StoredImage] = [] if name is None else _listed(own[name])
     if given and not _has_blocks(text):
         text = [_with_blocks(message) for message in text]
-    unfilled = sum(_is_unfilled(b) for m in text for b in _blocks(m) if b["type"] == "image")
+    # A block that held a picture has its path in the row under "keys".
+    unfilled = sum(b["type"] == "image" and "keys" not in b for m in text for b in _blocks(m))
     if not unfilled and given:
         text = _with_placeholders(text, len(given))
     elif unfilled != len(given):
@@ -101,12 +102,12 @@ def of_row(
             if block["type"] != "image":
                 blocks.append(block)
                 continue
-            if _is_unfilled(block):
-                images.append(next(left))
-            else:
+            if "keys" in block:
                 keys = block["keys"]
                 of_messages[keys] = _stored(rows, number, keys, max_pixels)
                 images.append(of_messages[keys])
+            else:
+                images.append(next(left))
             blocks.append(dict(PLACEHOLDER))
         messages.append({**message, "content": blocks} if blocks else message)
     for column in {str(keys[0]) for keys in of_messages}:
@@ -185,10 +186,6 @@ def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
 
 def _blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return message["content"] if isinstance(message["content"], list) else ()
-
-
-def _is_unfilled(block: Mapping[str, Any]) -> bool:
-    return "keys" not in block
 
 
 def _with_placeholders(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -184,7 +184,11 @@ def sample_of(line: dict[str, Any], number: int, where: str, rows: Rows | None =
         raise UserError(f"{where}: the completion is {text!r}; it must be text.")
     ids = cells.pop("completion_ids", None)
     episode = _stored_episode(cells)
-    failed = episode is not None and _has_failed(episode)
+    failed = False
+    if episode is not None:
+        from grpo_cli.records import ENVIRONMENT_FAILED  # late: it imports torch
+
+        failed = episode["stop_reason"] in ENVIRONMENT_FAILED
     return Sample(number, prompt, text, ids, cells, prefill, episode, failed, images)
 
 
@@ -271,23 +275,16 @@ def _stored_episode(cells: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         values = {
-            c: v if c == "stop_reason" else _parsed(v) for c, v in cells.items() if c in written
+            name: json.loads(cells[column]) if isinstance(cells[column], str) else cells[column]
+            for column, name in EPISODE_COLUMNS.items()
+            if column != "stop_reason"
         }
     except ValueError:
         return None
+    values["stop_reason"] = cells["stop_reason"]
     for column in EPISODE_COLUMNS:
         del cells[column]
-    return {EPISODE_COLUMNS[column]: value for column, value in values.items()}
-
-
-def _parsed(cell: Any) -> Any:
-    return json.loads(cell) if isinstance(cell, str) else cell
-
-
-def _has_failed(episode: Mapping[str, Any]) -> bool:
-    from grpo_cli.records import ENVIRONMENT_FAILED
-
-    return episode["stop_reason"] in ENVIRONMENT_FAILED
+    return values
 
 
 def prompt_cell(prompt: Prompt) -> str:
@@ -300,14 +297,13 @@ def prompt_cell(prompt: Prompt) -> str:
 
 def images_cell(prompt: Prompt) -> list[dict[str, Any] | None]:
     """Returns a prompt's images as a cell of `IMAGES`; None for an unreadable image."""
-    return [_encoded(image) for image in prompt.images]
-
-
-def _encoded(image: StoredImage) -> dict[str, Any] | None:
-    try:
-        return image.encoded()
-    except ImageError:  # a deleted file must not end the run
-        return None
+    cells: list[dict[str, Any] | None] = []
+    for image in prompt.images:
+        try:
+            cells.append(image.encoded())
+        except ImageError:  # a deleted file must not end the run
+            cells.append(None)
+    return cells
 
 
 def columns_cell(prompt: Prompt, holds_images: bool) -> str:

@@ -61,14 +61,11 @@ def open_stream(config: Dataset) -> RowStream:
     rows = list(itertools.islice(_rows(config, 0), size))
     if not rows:
         raise UserError(f"dataset.train = {source}: the data set is empty.")
-    names = dict.fromkeys(name for row in rows for name in row)
-    table = files.Table(rows[:1], list(names))
+    table = files.Table(rows, list(dict.fromkeys(name for row in rows for name in row)))
     table = rename_columns(table, config.columns, source, "dataset.columns")
     check_templates({"dataset.prompt": config.prompt}, table, source, "dataset.train")
-    columns = table.column_names
-    stream = RowStream(source, columns, Rows(source, columns, []), config)
-    block = list(itertools.islice(stream.read(0), size))
-    return RowStream(source, columns, Rows(source, columns, block), config)
+    first = Rows(source, table.column_names, list(table))
+    return RowStream(source, table.column_names, first, config)
 
 
 def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:

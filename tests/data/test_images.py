@@ -97,13 +97,6 @@ def test_image_in_a_text_is_a_placeholder() -> None:
         of({"prompt": asked, "images": [PNG]})
 
 
-def test_a_picture_in_a_message_needs_no_column() -> None:
-    block = {"type": "image", "image": {"bytes": PNG, "path": None}, "text": None}
-    found = of({"prompt": [{"role": "user", "content": [block, TEXT]}]})
-    assert found.prompt == [{"role": "user", "content": [IMAGE, TEXT]}]
-    assert found.images[0].size == (60, 40)
-
-
 @pytest.mark.parametrize(("placeholders", "given"), [(2, 1), (1, 2), (1, 0)])
 def test_placeholders_are_counted_against_images(placeholders: int, given: int) -> None:
     prompt = [{"role": "user", "content": [IMAGE] * placeholders + [TEXT]}]

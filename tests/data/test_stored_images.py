@@ -125,14 +125,6 @@ def test_a_file_holds_an_image_once_for_all_completions(
     assert [cell[0]["bytes"] for cell in stored] == [one for one in noise for _ in range(60)]
 
 
-def test_without_images_the_files_of_texts_are_as_they_were(tmp_path: Path) -> None:
-    groups = image_groups([{"prompt": "1+1=", "answer": "2"}], 1)
-    write_groups(tmp_path / "a.parquet", groups, images=False)
-    schema = pyarrow.parquet.read_schema(tmp_path / "a.parquet")
-    assert "images" not in schema.names
-    assert schema.metadata is None
-
-
 def test_images_that_were_not_written_are_told(tmp_path: Path) -> None:
     write_groups(tmp_path / "a.parquet", image_groups(), images=False)
     read = load(tmp_path / "a.parquet", {}, "input")

@@ -174,14 +174,10 @@ def test_a_hub_that_goes_away_is_one_sentence_and_the_run_is_resumed(
     how = config("owner/name")
     found = stream(tokenizer, how)
     begun = texts(found, 0, 12)
-    said = (
-        "dataset.train = owner/name: row 13 cannot be read from the hub: ConnectionResetError: "
-        "peer has gone. Once the hub can be reached, resume=auto continues from the last "
-        "checkpoint."
-    )
-    with pytest.raises(TrainingError) as error:
+    with pytest.raises(
+        TrainingError, match=r"row 13 cannot .*peer has gone\. .*resume=auto"
+    ) as error:
         texts(found, 12, 6)
-    assert str(error.value) == said
     assert error.value.alone, "another process may have read the row"
     table.is_down = False
     resumed, straight = stream(tokenizer, how), stream(tokenizer, how)
@@ -190,22 +186,6 @@ def test_a_hub_that_goes_away_is_one_sentence_and_the_run_is_resumed(
     table.is_down, table.missing = True, 2
     with pytest.raises(UserError, match="row 2 cannot be read from the hub"):
         open_stream(how)
-
-
-def test_a_hub_that_is_gone_when_an_epoch_begins(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = Unreachable(-1)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
-    found = stream(tokenizer, config("owner/name"))
-    texts(found, 0, 20)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ConnectionError
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(TrainingError, match=r"be loaded: ConnectionError: .*resume=auto continues"):
-        texts(found, 20, 1)
 
 
 def test_a_parquet_file_that_is_torn(tmp_path: Path) -> None:
