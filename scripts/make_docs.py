@@ -1,4 +1,4 @@
-"""Writes the tables in docs/: knobs.md, memory (memory.md) and model families (models.md).
+"""Writes the tables in docs/: knobs, memory, model families, and the names of other trainers.
 
 python scripts/make_docs.py            rewrite it
 python scripts/make_docs.py --check    only say whether it is up to date (exit code 1: it is not)
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_cli.algorithm import arguments  # noqa: E402
-from grpo_cli.config import knob, schema  # noqa: E402
+from grpo_cli.config import knob, renamed, schema  # noqa: E402
 from grpo_cli.planning.devices import Device  # noqa: E402
 from grpo_cli.planning.memory import Job, Lengths  # noqa: E402
 from grpo_cli.planning.plan import predict, with_values  # noqa: E402
@@ -189,6 +189,19 @@ def named(families: Sequence[Family]) -> str:
     )
 
 
+def name_tables() -> str:
+    """Returns the names of other trainers beside ours, a table for each section."""
+    tables = []
+    for title, rows in list(renamed.sections().items())[:-1]:  # except those of earlier versions
+        lines = [f"### {title}\n\n| `GRPOConfig` | here | what differs |\n| --- | --- | --- |\n"]
+        for row in rows:
+            here = dict.fromkeys(row.here.format(name=name) for name in row.names)
+            theirs = ", ".join(f"`{name}`" for name in row.names)
+            lines.append(f"| {theirs} | {', '.join(here) or 'none'} | {row.but} |\n")
+        tables.append("".join(lines))
+    return "\n".join(tables)
+
+
 def knob_lists() -> str:
     """Returns a list of knobs for each section of a recipe, the recipe's own knobs first."""
     parts = []
@@ -247,6 +260,7 @@ TABLES = {
     "knobs.md": knob_lists,
     "memory.md": memory_tables,
     "models.md": family_table,
+    "coming_from_trl.md": name_tables,
 }
 
 

@@ -19,7 +19,7 @@ from omegaconf.errors import (
 from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
 from grpo_cli.config.knob import TYPES, allowed, as_written, scheduled_violation, violation
-from grpo_cli.config.renamed import OTHER_NAMES
+from grpo_cli.config.renamed import other_names
 from grpo_cli.config.schema import (
     ENTRIES,
     Benchmark,
@@ -378,8 +378,9 @@ def nearest_key(key: str, known: Collection[str] = ()) -> str:
     """Suggests the knob meant by a misspelt key, among `known` or all knobs; "" without any."""
     known = known or [name for name, _ in knobs()]
     section, _, last = key.rpartition(".")
-    if other := OTHER_NAMES.get(key, OTHER_NAMES.get(last)):
-        return f" It is called {other} here."
+    for name in (key, last):
+        if name in other_names():
+            return other_names()[name].hint(name)
     beside = [k for k in known if k.rpartition(".")[0] == section]
     same = [k for k in known if k.rpartition(".")[2] == last]  # same name in another section
     short = [k for k in known if _initials(k.rpartition(".")[2]) == last]  # lr: learning_rate

@@ -1,79 +1,38 @@
-"""Maps the names that other trainers use to our knobs."""
+"""Maps the names that other trainers, and earlier versions, use to our knobs."""
 
-# Names of TRL's GRPOConfig and of verl, by the last part of the key or the complete key.
-OTHER_NAMES = {
-    "model_name_or_path": "model.path=NAME with model.build=null",
-    "dataset_name": "dataset.train",
-    "max_completion_length": "generation.max_completion_tokens",
-    "generation_kwargs": "generation.presence_penalty, generation.logit_bias and so on",
-    "max_new_tokens": "generation.max_completion_tokens",
-    "max_response_length": "generation.max_completion_tokens",
-    "max_prompt_length": "dataset.max_prompt_tokens",
-    "max_steps": "steps",
-    "batch_size": "prompts_per_step, the prompts of a step",
-    "train_batch_size": "prompts_per_step, the prompts of a step",
-    "per_device_train_batch_size": "prompts_per_step; micro-batches are chosen by themselves",
-    "gradient_accumulation_steps": "prompts_per_step; micro-batches are chosen by themselves",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "test_size": "dataset.test_split_size",
-    "loss_type": "loss=NAME, such as loss=dapo",
-    "scale_rewards": "advantage.scale",
-    "importance_sampling_level": "loss.ratio_level",
-    "loss_agg_mode": "loss.normalize",
-    "clip_ratio_c": "loss.args.delta",
-    "lr_scheduler_type": "optimizer.schedule",
-    "lr_scheduler_kwargs": "optimizer.min_learning_rate",
-    "warmup_ratio": "optimizer.warmup_steps, a number of steps",
-    "min_learning_rate_ratio": "optimizer.min_learning_rate, a learning rate",
-    "optim": "optimizer=NAME, such as optimizer=adamw_8bit",
-    "optim_args": "optimizer.args",
-    "ppo_mini_batch_size": "update.minibatches, the number of minibatches",
-    "ppo_epochs": "update.num_iterations",
-    "sync_ref_model": "loss.reference_every",
-    "ref_model_sync_steps": "loss.reference_every",
-    "ref_model_mixup_alpha": "loss.reference_alpha",
-    "mask_truncated_completions": "loss.mask_truncated",
-    "reward_funcs": "reward=[NAME, ...]",
-    "reward_weights": "reward.NAME.weight",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "eval.every",
-    "metric_for_best_model": "eval.best",
-    "report_to": "tracking=NAME",
-    "push_to_hub": "hub.repo=OWNER/NAME",
-    "hub_model_id": "hub.repo",
-    "hub_strategy": "hub.strategy",
-    "use_vllm": "generation=vllm_colocate or generation=vllm_server",
-    "vllm_mode": "generation=vllm_colocate or generation=vllm_server",
-    "gpu_memory_utilization": "generation.vllm.memory",
-    "bf16": "mixed_precision=bf16",
-    "fp16": "mixed_precision=fp16",
-    "torch_compile": "model.compile=true",
-    "torch_dtype": "model.dtype",
-    "model_init_kwargs": "model.args",
-    "adapter.dropout": "adapter.args.lora_dropout",
-    "adapter.init": "adapter.args.init_lora_weights",
-    "adapter.modules_to_save": "adapter.args.modules_to_save",
-    "adapter.target_parameters": "adapter.args.target_parameters",
-    "bad_images": "dataset.bad_rows",
-    "bad_tests": "dataset.bad_rows",
-    "optimizer.eps": "optimizer.args.eps",
-    "generation.vllm.eager": "generation.vllm.engine_args.enforce_eager",
-    "generation.vllm.max_model_len": "generation.vllm.engine_args.max_model_len",
-    # Arguments of one loss or rule.
-    "advantage.baseline": "advantage.args.baseline",
-    "advantage.k": "advantage.args.k",
-    "delta": "loss.args.delta",
-    "ratio_cap": "loss.args.ratio_cap",
-    "sapo_temperature_neg": "loss.args.sapo_temperature_neg",
-    "sapo_temperature_pos": "loss.args.sapo_temperature_pos",
-    "vespo_k_neg": "loss.args.vespo_k_neg",
-    "vespo_k_pos": "loss.args.vespo_k_pos",
-    "vespo_lambda_neg": "loss.args.vespo_lambda_neg",
-    "vespo_lambda_pos": "loss.args.vespo_lambda_pos",
-    "cov_share": "loss.args.cov_share",
-    "cov_low": "loss.args.cov_low",
-    "cov_high": "loss.args.cov_high",
-    "cov_kl": "loss.args.cov_kl",
-}
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+
+class OtherName(NamedTuple):
+    """A row of other_names.yaml: names for one knob, or names without a counterpart."""
+
+    names: list[str]  # last part of a key, or a complete key
+    here: str = ""  # our words, in Markdown; "" if there is no counterpart
+    but: str = ""  # how the two differ, or why there is no counterpart
+
+    def hint(self, name: str) -> str:
+        """Returns the sentence that follows "there is no such key."."""
+        if not self.here:
+            text = f" It has no counterpart here: {self.but}."
+        else:
+            text = f" It is called {self.here.format(name=name)} here"
+            text += f": {self.but}." if self.but else "."
+        return text.replace("`", "")
+
+
+def sections() -> dict[str, list[OtherName]]:
+    """Returns the rows of other_names.yaml by section, in the order of the file."""
+    text = Path(__file__).with_name("other_names.yaml").read_text("utf-8")
+    return {name: [OtherName(**row) for row in rows] for name, rows in yaml.safe_load(text).items()}
+
+
+@cache
+def other_names() -> dict[str, OtherName]:
+    """Returns the row of each name."""
+    return {name: row for rows in sections().values() for row in rows for name in row.names}

@@ -1,0 +1,46 @@
+"""The names of other trainers: TRL's all have an answer, and an answer names what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_cli.config import renamed
+from grpo_cli.config.parsing import no_such_key
+from grpo_cli.config.schema import knobs
+
+TRL = (Path(__file__).parent / "trl_names.txt").read_text("utf-8").split("\n")[1:-1]
+KNOBS = {key for key, _ in knobs()}
+GROUPS = Path(renamed.__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("name", [name for name in TRL if name not in KNOBS])
+def test_every_name_of_trl_has_an_answer(name: str) -> None:
+    assert re.search("It is called .+ here|It has no counterpart here: .+", no_such_key(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("vespo_k_neg", "It is called loss.args.vespo_k_neg here."),
+        ("loss.cov_low", "It is called loss.args.cov_low here."),
+        ("warmup_ratio", "It is called optimizer.warmup_steps here: a number of steps."),
+        ("deepspeed", "It is called distributed=fsdp2 here: there is no DeepSpeed."),
+        ("pad_to_multiple_of", "It has no counterpart here: rows are packed, not padded."),
+    ],
+)
+def test_the_answer_is_one_sentence(name: str, answer: str) -> None:
+    assert no_such_key(name).removeprefix(f"{name}: ").endswith(answer)
+
+
+def test_answers_name_knobs_and_choices_that_exist() -> None:
+    free = re.compile(r"((loss|advantage|adapter|optimizer)\.args|generation\.vllm\.engine_args)\.")
+    for name, row in renamed.other_names().items():
+        for words in re.findall("`([^`]+)`", row.here.format(name=name)):
+            key, _, value = words.partition("=")
+            if words.startswith("grpo ") or free.match(words) or key == "reward.NAME.weight":
+                continue
+            assert key in KNOBS, f"{name}: {words}"
+            choice = GROUPS / key / f"{value}.yaml"
+            if value and value.islower() and choice.parent.is_dir():
+                assert choice.exists(), f"{name}: {words}"
