@@ -413,9 +413,7 @@ def first_sample(
                 image.open()
         except ImageError as error:
             if dataset.bad_rows == "stop":
-                raise UserError(
-                    f"{error}. dataset.bad_rows=drop leaves such rows out."
-                ) from error
+                raise UserError(f"{error}. dataset.bad_rows=drop leaves such rows out.") from error
             continue
         return Sample(line, of_row.prompt, MADE_UP, (0,), columns, episode=episode)
     return None

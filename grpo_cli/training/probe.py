@@ -34,8 +34,8 @@ def probe(run: Run) -> None:
     samples = default_samples(recipe, LEAST_SAMPLES)
     prompts = max(LEAST_PROMPTS, COMPLETIONS // samples)
     policy = Policy(
-        recipe, run.workers, run.policy.tokenizer, own_logprobs(run), run.generator, run.queue.stream,
-        run.scorer, run.queue.episodes, run.trainer_state(),
+        recipe, run.workers, run.policy.tokenizer, own_logprobs(run), run.generator,
+        run.queue.stream, run.scorer, run.queue.episodes, run.trainer_state(),
     )  # fmt: skip
     result = run_probe(policy, prompts, samples, interruptible=run.interrupts.interruptible)
     with run.workers.raise_together():
