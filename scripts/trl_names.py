@@ -8,7 +8,7 @@ The fields of GRPOConfig, with those of TrainingArguments, and of the arguments 
 import dataclasses
 from pathlib import Path
 
-import trl
+import trl  # type: ignore[import-not-found]
 
 KINDS = (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments)
 NAMES = Path(__file__).resolve().parent.parent / "tests" / "config" / "trl_names.txt"
