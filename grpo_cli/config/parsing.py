@@ -64,14 +64,14 @@ def parse(
         composed = OmegaConf.create(cfg)
         interpolation.note(composed)
         tree = OmegaConf.to_container(composed, resolve=True)
-        if isinstance(tree, dict) and tree.get("mixed_precision") is False:
+        assert isinstance(tree, dict)
+        if tree.get("mixed_precision") is False:
             tree["mixed_precision"] = "no"  # YAML reads `no` as false
-        if isinstance(tree, dict) and str(tree.get("probe")) in ("True", "False"):
+        if isinstance(tree.get("probe"), bool):
             tree["probe"] = str(tree["probe"]).lower()  # YAML and Hydra read true as a bool
-        if isinstance(tree, dict) and isinstance(tree.get("tracking"), dict):
-            backend = tree["tracking"].get("backend")
-            if isinstance(backend, str):  # one name, or several with commas
-                tree["tracking"]["backend"] = [name.strip() for name in backend.split(",")]
+        tracking = tree.get("tracking")
+        if isinstance(tracking, dict) and isinstance(backend := tracking.get("backend"), str):
+            tracking["backend"] = [name.strip() for name in backend.split(",")]
         typed = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(tree))
         recipe = cast(Recipe, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:

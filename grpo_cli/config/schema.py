@@ -1326,8 +1326,8 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
     """Yields (full key, field) of every knob of a dataclass, sections before their knobs."""
     for f in dataclasses.fields(node):
         yield prefix + f.name, f
-        kind = _SECTIONS.get(str(f.type).removesuffix(" | None"))
-        if kind is not None:
+        kind = globals().get(str(f.type).removesuffix(" | None"))  # the class of a section
+        if dataclasses.is_dataclass(kind):
             yield from knobs(kind, f"{prefix}{f.name}.")
 
 
@@ -1358,13 +1358,3 @@ def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
         if 0 < start < len(parts) and parts[start] in fields:
             return fields[parts[start]], parts[start + 1 :]
     return None
-
-
-_SECTIONS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        Build, Model, Adapter, Dataset, Scoring, Vllm, Tools, Generation, EnvironmentSettings,
-        EpisodeSettings, Loss, Advantage,
-        Optimizer, Update, Distributed, Eval, Stop, Checkpoint, Log, Tracking, Hub,
-    )
-}  # fmt: skip
