@@ -89,7 +89,7 @@ def _asked(function: Callable[..., str | None], recipe: Recipe, section: str) ->
         **vars(config),
         **config.args,
     }
-    return function(**{name: values[name] for name in parameters(function)[1]})
+    return function(**{n: values[n] for n in parameters(function)[1] if n in values})
 
 
 def _unread(
@@ -127,11 +127,13 @@ def _argument_problems(
         if arg not in known:
             yield f"{prefix}.{arg}: {name} has no such argument; {there}.{nearest(arg, known)}"
     defaults = {arg: own.default for arg, own in known.items()}
-    values = {k: v for k, v in defaults.items() if v is not inspect.Parameter.empty} | config.args
+    unset = (inspect.Parameter.empty, None)
+    values = {k: v for k, v in defaults.items() if v not in unset} | config.args
     for arg, own in known.items():
         key = f"{prefix}.{arg}"
         if arg not in values:
-            yield f"{key}: is missing; {name} has no default for it."
+            if own.default is not None or arg in scheduled:
+                yield f"{key}: is missing; {name} has no default for it."
             continue
         if own.kind is float and type(values[arg]) is int:
             values[arg] = float(values[arg])

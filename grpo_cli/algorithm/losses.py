@@ -136,7 +136,7 @@ def measure_selected(metric_sums: MetricSums, cov_selected: Tensor, mask: Tensor
 
 
 def _delta_is_below_the_clip(
-    *, epsilon: float, epsilon_high: float | None, delta: float | None
+    *, epsilon: float, epsilon_high: float | None, delta: float | None = None
 ) -> str | None:
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is None or delta >= 1 + high:

@@ -46,7 +46,7 @@ def _anything(value: Any, folder: Path) -> bool:
 
 
 def _number(value: Any, folder: Path) -> bool:
-    return isinstance(value, bool | int | float)
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _word(value: Any, folder: Path) -> bool:
@@ -113,138 +113,95 @@ def _shipped(value: Any, folder: Path) -> bool:
     )  # fmt: skip
 
 
-def _these(names: str, rule: Rule = _anything) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), rule)
+def _these(names: str, **rules: Any) -> dict[str, Any]:
+    """Returns rules of keys: any value for those in `names`, and a rule for each of the others."""
+    return {**dict.fromkeys(names.split(), _anything), **rules}
 
 
 # Arguments of the shipped rewards.
-ARGS = {
-    **_these(
-        "style letters unclosed_think seconds total_seconds memory_mb partial continues_prompt "
-        "site_packages max_completion_tokens correct_max correct_min wrong_min wrong_max exceed "
-        "name episode_credit strip ignore_case script threshold target unit final forms "
-        "units percent pattern mode dotall multiline compare ngram max_penalty label chat "
-        "chat_template_kwargs eos max_length batch_tokens dtype device revision cache tags "
-        "opening answer_tag"
-    ),
-    "guards": _guards,
-    "model": _model,
-    "schema": _schema,
-    "trust_remote_code": _never,
-}
-ROWS = {
-    **_these("subset split columns prompt system limit weight solution rewards accuracy"),
-    "data": _data,
-}
+ARGS = _these(
+    "style letters unclosed_think seconds total_seconds memory_mb partial continues_prompt "
+    "site_packages max_completion_tokens correct_max correct_min wrong_min wrong_max exceed "
+    "name episode_credit strip ignore_case script threshold target unit final forms "
+    "units percent pattern mode dotall multiline compare ngram max_penalty label chat "
+    "chat_template_kwargs eos max_length batch_tokens dtype device revision cache tags "
+    "opening answer_tag",
+    guards=_guards, model=_model, schema=_schema, trust_remote_code=_never,
+)  # fmt: skip
+ROWS = _these(
+    "subset split columns prompt system limit weight solution rewards accuracy", data=_data
+)
 SCHEDULE = _these("to shape begin end")
 # Trusted keys in another user's folder; "*" stands for any name. Any other key, such as one added
 # to the schema later, must have its default value.
-ALLOWED: dict[str, Any] = {
-    **_these("recipe description seed steps epochs prompts_per_step device mixed_precision"),
-    "model": {
-        **_these(
-            "revision freeze dtype quantization head_dtype response_template chat_template_kwargs "
-            "gradient_checkpointing compile dropout"
+ALLOWED = _these(
+    "recipe description seed steps epochs prompts_per_step device mixed_precision",
+    model=_these(
+        "revision freeze dtype quantization head_dtype response_template chat_template_kwargs "
+        "gradient_checkpointing compile dropout",
+        path=_model, attn_implementation=_word, chat_template=_template,
+        build=_these(
+            "hidden_size intermediate_size num_layers merges vision_layers warmup_steps "
+            "warmup_target_loss warmup_batch warmup_weight_decay warmup_learning_rate"
         ),
-        "path": _model,
-        "attn_implementation": _word,
-        "chat_template": _template,
-        "build": _these(
-            "hidden_size intermediate_size num_layers merges vision_layers "
-            "warmup_steps warmup_target_loss warmup_batch warmup_weight_decay warmup_learning_rate"
-        ),
-    },
-    "adapter": {
-        **_these("method rank alpha target_modules sync"),
-        "args": {
-            **_these("lora_dropout target_parameters modules_to_save"),
-            "init_lora_weights": _word,
-        },
-        "path": _model,
-    },
-    "dataset": {
-        **_these(
-            "subset train_split eval_split columns prompt system chat final_assistant solution "
-            "max_prompt_tokens max_pixels bad_rows shuffle streaming "
-            "train_limit eval_limit test_split_size"
-        ),
-        "train": _data,
-        "eval": _data,
-        "mixture": {"*": ROWS},
-        "held_out": {"*": ROWS},
-    },
-    "reward": {
-        "*": {
-            **_these(
-                "weight datasets timeout on_error concurrency"
-            ),
-            "function": _shipped,
-            "args": ARGS,
-        }
-    },
-    "benchmark": {
-        "*": {
-            **_these(
-                "title column subset split columns limit system chat examples shots breakdown "
-                "max_completion_tokens stop"
-            ),
-            "data": _data,
-            "modes": {"*": _these("prompt tools title published")},
-            "reward": _shipped,
-            "args": ARGS,
-        }
-    },
-    "scoring": _these("workers worker_memory_gb"),
-    "generation": {
-        **_these(
-            "num_generations max_completion_tokens min_completion_tokens stop temperature top_p "
-            "top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
-            "stop_token_ids max_num_seqs "
-            "max_logp_difference dynamic_sampling"
-        ),
-        "engine": _word,
-        "vllm": {
-            **_these(
-                "regex check_weights tensor_parallel memory sleep dtype prefetch_steps in_flight"
-            ),
-            "json_schema": _json_text,
-        },
-        "tools": {
-            **_these("max_calls seconds"),
-            "guards": _guards,
-        },
-    },
-    "episode": _these("max_turns turn_tokens reply_tokens order credit"),
-    "loss": {
-        **_these(
-            "ratio_level normalize epsilon epsilon_high mask_truncated beta kl_estimator "
-            "kl_in kl_bias_correction kl_target reference_every reference_alpha entropy_coef "
-            "entropy_target "
-            "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
-            "off_policy_mask"
-        ),
-        "policy": _word,
-        "args": {"*": _number},
-    },
-    "advantage": {**_these("scale"), "rule": _word, "args": {"*": _number, "baseline": _word}},
-    "optimizer": {
-        **_these(
-            "learning_rate betas weight_decay no_decay max_grad_norm schedule "
-            "warmup_steps min_learning_rate"
-        ),
-        "algorithm": _optimizer,
-        "args": {"*": _number},
-    },
-    "update": _these(
-        "num_iterations minibatches tokens_per_micro_batch"
     ),
-    "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
-    "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
-    "eval": _these(
-        "every at_start num_samples sampling temperature top_p max_completion_tokens "
-        "accuracy mode metric k limit best patience"
+    adapter=_these(
+        "method rank alpha target_modules sync", path=_model,
+        args=_these("lora_dropout target_parameters modules_to_save", init_lora_weights=_word),
     ),
-}  # fmt: skip
+    dataset=_these(
+        "subset train_split eval_split columns prompt system chat final_assistant solution "
+        "max_prompt_tokens max_pixels bad_rows shuffle streaming train_limit eval_limit "
+        "test_split_size",
+        train=_data, eval=_data, mixture={"*": ROWS}, held_out={"*": ROWS},
+    ),
+    reward={
+        "*": _these(
+            "weight datasets timeout on_error concurrency", function=_shipped, args=ARGS
+        )
+    },
+    benchmark={
+        "*": _these(
+            "title column subset split columns limit system chat examples shots breakdown "
+            "max_completion_tokens stop",
+            data=_data, modes={"*": _these("prompt tools title published")}, reward=_shipped,
+            args=ARGS,
+        )
+    },
+    scoring=_these("workers worker_memory_gb"),
+    generation=_these(
+        "num_generations max_completion_tokens min_completion_tokens stop temperature top_p top_k "
+        "min_p repetition_penalty presence_penalty frequency_penalty logit_bias stop_token_ids "
+        "max_num_seqs max_logp_difference dynamic_sampling",
+        engine=_word,
+        vllm=_these(
+            "regex check_weights tensor_parallel memory sleep dtype prefetch_steps in_flight",
+            json_schema=_json_text,
+        ),
+        tools=_these("max_calls seconds", guards=_guards),
+    ),
+    episode=_these("max_turns turn_tokens reply_tokens order credit"),
+    loss=_these(
+        "ratio_level normalize epsilon epsilon_high mask_truncated beta kl_estimator kl_in "
+        "kl_bias_correction kl_target reference_every reference_alpha entropy_coef entropy_target "
+        "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
+        "off_policy_mask",
+        policy=_word, args={"*": _number},
+    ),
+    advantage=_these("scale", rule=_word, args={"*": _number, "baseline": _word}),
+    optimizer=_these(
+        "learning_rate betas weight_decay no_decay max_grad_norm schedule warmup_steps "
+        "min_learning_rate",
+        algorithm=_optimizer, args={"*": _number},
+    ),
+    update=_these("num_iterations minibatches tokens_per_micro_batch"),
+    schedules={"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
+    distributed=_these("strategy reshard_after_forward offload stall_minutes"),
+    eval=_these(
+        "every at_start num_samples sampling temperature top_p max_completion_tokens accuracy "
+        "mode metric k limit best patience"
+    ),
+)  # fmt: skip
 
 
 def check(path: Path | str, found: Iterable[str], trust: str) -> None:

@@ -324,20 +324,18 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             f"dataset.test_split_size = {size:g}: the recipe has held-out rows already; set "
             "dataset.eval=null, or dataset.test_split_size=null."
         )
-    if config.sampling == "training":
-        greedy = "generation.temperature" if recipe.generation.temperature == 0 else None
-    else:
-        greedy = "eval.temperature" if config.temperature == 0 else None
-    if config.num_samples > 1 and greedy is not None:
+    if config.num_samples > 1 and recipe.evaluation_temperature == 0:
+        section = "generation" if config.sampling == "training" else "eval"
         yield (
             f"eval.num_samples = {config.num_samples}: greedy completions are all the same; "
-            f"set {greedy} above 0."
+            f"set {section}.temperature above 0."
         )
-    if (config.top_p < 1 or "eval.top_p" in given) and config.sampling == "training":
+    given_top_p = config.top_p < 1 or "eval.top_p" in given
+    if given_top_p and config.sampling == "training":
         yield (
             f"eval.top_p = {config.top_p:g}: is only read with eval.sampling = own; it is training."
         )
-    elif (config.top_p < 1 or "eval.top_p" in given) and config.drawn_at == 0:
+    elif given_top_p and config.drawn_at == 0:
         yield f"eval.top_p = {config.top_p:g}: is only read when eval.temperature is above 0."
     for key, value in (("metric", config.metric), ("k", config.k)):
         if value and config.num_samples == 1:
