@@ -46,16 +46,6 @@ QUIET_HYDRA = (
     "hydra.help.header='grpo COMMAND [recipe=NAME] [group=choice ...] [key=value ...]'",
     "hydra.help.footer='docs/recipes.md explains every key. --hydra-help: flags of Hydra.'",
 )
-# Sections and arguments in which the user chooses the key names.
-OPEN_KEYS = (
-    "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
-    "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
-    "schedules.", "schedules=", "adapter.args.", "loss.args.", "advantage.args.", "optimizer.args.",
-    "model.chat_template_kwargs.", "model.args.", "model.args=",
-    "generation.logit_bias.", "generation.logit_bias=", "tools.", "tools=",
-    "environment.args.", "environment.args=", "environment.by_name.", "environment.by_name=",
-    "callbacks.", "callbacks=",
-)  # fmt: skip
 # Hints for a value that is none of the group's choices.
 INSTEAD_OF_A_CHOICE = {
     "model": " A model on the hub or in a folder: model.path={choice}.",
@@ -63,6 +53,13 @@ INSTEAD_OF_A_CHOICE = {
     "reward": " A function of your own: reward.NAME.function={choice}.",
 }
 LISTED = ("reward", "benchmark")  # groups that accept several choices together
+# Beginnings of overrides of mappings, in which the user chooses the key names.
+OPEN_KEYS = tuple(
+    key + sign
+    for key, f in schema.knobs()
+    for sign in (".=" if key not in LISTED else ".")
+    if str(f.type).startswith("dict")
+)
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
