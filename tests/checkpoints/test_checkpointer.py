@@ -733,13 +733,6 @@ def test_any_number_of_processes_loads_what_any_other_wrote(
 # ---- what is kept
 
 
-def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
-    assert steps_saved(tmp_path) == []
-    empty(tmp_path, 100, 20, 3)
-    (tmp_path / "checkpoints" / "step-best").mkdir()
-    assert steps_saved(tmp_path) == [3, 20, 100]
-
-
 @pytest.mark.parametrize(
     ("keep_last", "best", "kept"),
     [

@@ -25,7 +25,6 @@ from grpo_cli.training import build, prepare
 from grpo_cli.training.resume import save
 from grpo_cli.training.run import Run
 from grpo_cli.training.step import Step, make_clock
-from tests import programs
 from tests.training.test_train import built, recipe, trained
 
 HOLDER = """
@@ -349,14 +348,3 @@ def test_a_restart_does_not_go_back_to_where_the_first_start_began(
     match = "no checkpoint with a training state" if inside else "holds another run than resume"
     with pytest.raises(UserError, match=match):
         built(tmp_path, **changes)
-
-
-@pytest.mark.slow
-def test_torchrun_is_refused_as_often_as_it_tries(tmp_path: Path) -> None:
-    before = trained(tmp_path, steps=2)
-    kept = (before.folder / "recipe.yaml").read_text()
-    words = ["-m", "grpo_cli", "train", "recipe=arithmetic_tiny", f"output_dir={before.folder}"]
-    found = programs.run(programs.torchrun(1, "--max-restarts=1", *words))
-    assert found.returncode == 1
-    assert found.stderr.count("holds a run already") == 2, found.stderr
-    assert (before.folder / "recipe.yaml").read_text() == kept

@@ -250,9 +250,7 @@ def test_a_key_of_the_command_line_is_no_question(tmp_path: Path) -> None:
     assert asked(path, "model.trust_remote_code", "reward.x.function") == []
 
 
-@pytest.mark.parametrize(
-    "name", ["mcp", "environment", "tools", "rollout", "package", "reward", "remote code", "hydra"]
-)
+@pytest.mark.parametrize("name", ["mcp", "package", "reward", "hydra"])
 def test_a_foreign_checkpoint_asks_before_it_runs_code(
     name: str, tmp_path: Path, evaluated: list[Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:

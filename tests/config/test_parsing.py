@@ -491,16 +491,6 @@ def test_schedules_by_section_and_by_dotted_key_are_the_same() -> None:
     assert parse(nested).schedules == parse(dotted).schedules == expected
 
 
-def test_several_schedules() -> None:
-    tree = {"loss": {"beta": {"to": 0.1}, "epsilon": {"to": 0.3}}, "generation.top_p": {"to": 0.5}}
-    parsed = parse({**recipe(), "schedules": tree})
-    assert {k: s.to for k, s in parsed.schedules.items()} == {
-        "loss.beta": 0.1,
-        "loss.epsilon": 0.3,
-        "generation.top_p": 0.5,
-    }
-
-
 def test_an_entry_by_section_overrides_a_files_dotted_entry() -> None:
     # As in `recipe=mine.yaml schedules.loss.beta.to=0.2`.
     file = {"loss.beta": {"to": 0.1, "shape": "cosine"}, "loss.epsilon": {"to": 0.3}}
@@ -610,12 +600,6 @@ def test_every_schedulable_knob_can_be_scheduled_and_is_a_number(key: str) -> No
     shape = "jump" if key == "generation.top_k" else "linear"
     parsed = parse(recipe(**settings, **scheduled(key, to=to, shape=shape)))
     assert parsed.schedules == {key: Schedule(to=float(to), shape=shape)}
-
-
-def test_no_knob_that_is_no_number_is_schedulable() -> None:
-    numbers = {k for k, f in KNOBS.items() if str(f.type).removesuffix(" | None") != "str"}
-    assert set(SCHEDULABLE) <= numbers
-    assert len(SCHEDULABLE) == len(set(SCHEDULABLE))
 
 
 # What is allowed and does little.
@@ -745,12 +729,6 @@ def test_a_benchmarks_name_names_a_folder_inside(name: str) -> None:
     modes = {name: {"prompt": "{question}"}}
     with pytest.raises(UserError, match="its name may have letters, digits, _, - and dots"):
         parse({**SOUND, "benchmark": {"own": {"data": "a.jsonl", "modes": modes}}})
-
-
-def test_a_rewards_weight_of_another_type_is_named() -> None:
-    found = message(**{"reward.r": {"weight": "much"}})
-    assert "reward.r.weight" in found
-    assert "much" in found
 
 
 def test_the_defaults_lack_only_what_a_recipe_must_say() -> None:
