@@ -274,7 +274,8 @@ def test_eval_reads_knobs_of_a_loaded_model(
 def test_a_mistake_ends_in_under_five_seconds_without_transformers(tmp_path: Path) -> None:
     """In a process of its own: the models' code is not even imported. (No timing: see bench.)"""
     program = (
-        "import sys; from grpo_cli import cli; "
+        "import sys; from grpo_cli import cli; cli.run_command(['train', 'stpes=3']); "
+        "print('torch' in sys.modules or 'transformers' in sys.modules); "
         "code = cli.run_command(['train', 'dataset.train=none.jsonl']); "
         "heavy = ('transformers.models', 'grpo_cli.models.loading'); "
         "print(code, *(m in sys.modules for m in heavy))"
@@ -286,7 +287,7 @@ def test_a_mistake_ends_in_under_five_seconds_without_transformers(tmp_path: Pat
         cwd=tmp_path,
         env=ENVIRONMENT,
     )
-    assert done.stdout.split() == ["2", "False", "False"], done.stdout + done.stderr
+    assert done.stdout.split() == ["False", "2", "False", "False"], done.stdout + done.stderr
 
 
 def test_cfg_prints_the_composed_recipe_and_runs_nothing(
