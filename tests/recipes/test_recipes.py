@@ -245,7 +245,7 @@ def test_a_stored_recipe_is_the_same_again(store: Callable[..., str], composed: 
         *SCHEDULES,
         "loss=gspo",
         "advantage=rloo",
-        "loss.delta=4",
+        "loss.args.delta=4",
         "reward.exact_match.weight=2",
     ]
     original = composed(*words)
@@ -264,7 +264,7 @@ def test_a_stored_recipe_is_the_same_again(store: Callable[..., str], composed: 
 def test_a_loss_leaves_nothing_of_a_stored_one(
     choice: str, store: Callable[..., str], composed: Composed
 ) -> None:
-    stored_recipe = store(*SCHEDULES, "loss=gspo", "loss.delta=4", "loss.mask_truncated=true")
+    stored_recipe = store(*SCHEDULES, "loss=gspo", "loss.args.delta=4", "loss.mask_truncated=true")
     assert composed(stored_recipe, choice) == composed(*SCHEDULES, choice)
 
 
