@@ -166,26 +166,13 @@ def apply(function: Callable[..., Any], tensors: Mapping[str, Any], settings: ob
         settings: holds the knobs as attributes, and the function's own arguments in `args`.
 
     Raises:
-        KeyError, AttributeError: no such tensor or knob.
+        KeyError, TypeError: no such tensor or knob.
     """
     positional, _ = parameters(function)
     return function(*(tensors[name] for name in positional), **knob_values(function, settings))
 
 
-@lru_cache
-def _with_default(function: Callable[..., Any]) -> frozenset[str]:
-    found = inspect.signature(function).parameters.values()
-    return frozenset(p.name for p in found if p.default is not p.empty)
-
-
 def knob_values(function: Callable[..., Any], settings: object) -> dict[str, Any]:
-    """Returns the keyword arguments of a function; those with a default may be missing."""
-    own: Mapping[str, Any] = getattr(settings, "args", {})
-    values = {}
-    defaults = _with_default(function)
-    for name in parameters(function)[1]:
-        if name in own:
-            values[name] = own[name]
-        elif name not in defaults or hasattr(settings, name):
-            values[name] = getattr(settings, name)
-    return values
+    """Returns a function's keyword arguments; those that the settings lack keep their defaults."""
+    known = {**vars(settings), **getattr(settings, "args", {})}
+    return {name: known[name] for name in parameters(function)[1] if name in known}

@@ -50,7 +50,7 @@ def test_apply_passes_by_name(settings: Any) -> None:
 def test_what_a_function_names_has_to_be_there() -> None:
     with pytest.raises(KeyError, match="lengths"):
         apply(swapped, {"rewards": torch.tensor(1.0)}, Advantage())
-    with pytest.raises(AttributeError, match="scale"):
+    with pytest.raises(TypeError, match="scale"):
         apply(difference, TENSORS, SimpleNamespace(k=1))
 
 
