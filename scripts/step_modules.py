@@ -46,6 +46,7 @@ def main() -> None:
         "train",
         "recipe=arithmetic_tiny",
         f"steps={STEP + 1}",
+        "eval.every=0",
         "dataset.eval=null",
     ]
     said = io.StringIO()

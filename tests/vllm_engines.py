@@ -237,6 +237,7 @@ def grpo_train(
         "grpo_cli.cli",
         "train",
         "recipe=arithmetic_tiny",
+        "eval.every=0",
         "dataset.eval=null",
     ]
     command += ["overwrite=true", "log.report=false", *words]

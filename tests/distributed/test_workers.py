@@ -65,7 +65,7 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
 
 
 # One process has nothing to do.
-IDLE = ["prompts_per_step=1", "dataset.eval=null"]
+IDLE = ["prompts_per_step=1", "dataset.eval=null", "eval.every=0"]
 DYNAMIC_SAMPLING = [
     "generation.dynamic_sampling=true",
     "reward.evens.function=tests.training.test_train:is_longest",

@@ -92,7 +92,7 @@ SEEN: list[TrainerState] = []
 
 def watched(completion_ids: list[list[int]], trainer_state: TrainerState) -> list[float | None]:
     """As `evens`; keeps the states that it is called with."""
-    if completion_ids != [(0,)]:  # the completion on which rewards are tried out
+    if completion_ids != [[0]]:  # the completion on which rewards are tried out
         SEEN.append(trainer_state)
     return evens(completion_ids)
 
