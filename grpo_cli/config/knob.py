@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -57,6 +58,12 @@ def knob(
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+# Knobs with the most common ranges.
+at_least_0 = partial(knob, ge=0)
+at_least_1 = partial(knob, ge=1)
+above_0 = partial(knob, gt=0)
 
 
 def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:

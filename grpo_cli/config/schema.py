@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.config.knob import knob, read_if, section
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if, section
 
 HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision to torch's names
 
@@ -25,26 +25,22 @@ class Build:
 
     hidden_size: int = knob(128, "Width of the residual stream, a multiple of 8.", ge=8)
     intermediate_size: int = knob(512, "Width of the feed-forward layers.", ge=8)
-    num_layers: int = knob(4, "Number of decoder layers.", ge=1)
-    merges: int = knob(
-        0,
-        "Byte-pair merges learnt from the data set, added to the 256 bytes of the vocabulary.",
-        ge=0,
+    num_layers: int = at_least_1(4, "Number of decoder layers.")
+    merges: int = at_least_0(
+        0, "Byte-pair merges learnt from the data set, added to the 256 bytes of the vocabulary."
     )
-    vision_layers: int = knob(
-        0,
-        "Layers of a vision tower, with which the model reads images (Idefics 3); 0: text only.",
-        ge=0,
+    vision_layers: int = at_least_0(
+        0, "Layers of a vision tower, with which the model reads images (Idefics 3); 0: text only."
     )
-    warmup_steps: int = knob(
-        300, "Largest number of supervised steps on the data set's solutions.", ge=0
+    warmup_steps: int = at_least_0(
+        300, "Largest number of supervised steps on the data set's solutions."
     )
-    warmup_target_loss: float = knob(
-        0.0, "Loss, in nats per token, at which the warm-up ends early; 0: never.", ge=0
+    warmup_target_loss: float = at_least_0(
+        0.0, "Loss, in nats per token, at which the warm-up ends early; 0: never."
     )
-    warmup_batch: int = knob(64, "Rows in one step of the supervised warm-up.", ge=1)
-    warmup_weight_decay: float = knob(1.0, "Weight decay of the supervised warm-up.", ge=0)
-    warmup_learning_rate: float = knob(1e-3, "Peak learning rate of the supervised warm-up.", gt=0)
+    warmup_batch: int = at_least_1(64, "Rows in one step of the supervised warm-up.")
+    warmup_weight_decay: float = at_least_0(1.0, "Weight decay of the supervised warm-up.")
+    warmup_learning_rate: float = above_0(1e-3, "Peak learning rate of the supervised warm-up.")
 
 
 @dataclass
@@ -128,8 +124,8 @@ class Model:
         "with uncompiled layers.",
         training=True,
     )
-    dropout: float | None = knob(
-        0.0, "Dropout rate of every dropout layer; null keeps the model's own rates.", ge=0, le=1
+    dropout: float | None = at_least_0(
+        0.0, "Dropout rate of every dropout layer; null keeps the model's own rates.", le=1
     )
 
 
@@ -145,10 +141,8 @@ class Adapter:
         "(rslora).",
         choices=("none", "lora", "dora", "rslora"),
     )
-    rank: int = knob(16, "Rank r of the adapter's matrices.", ge=1)
-    alpha: float = knob(
-        32.0, "Scale of the adapter: its product is multiplied by alpha/rank.", gt=0
-    )
+    rank: int = at_least_1(16, "Rank r of the adapter's matrices.")
+    alpha: float = above_0(32.0, "Scale of the adapter: its product is multiplied by alpha/rank.")
     target_modules: Any = knob(
         "all-linear",
         "Modules that get an adapter: all-linear (every linear layer except the output head), a "
@@ -186,14 +180,14 @@ class NamedRows:
     )
     prompt: str | None = knob(None, "Template of the prompt; null: dataset.prompt.")
     system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
-    limit: int | None = knob(None, "Use only the first N rows.", ge=1)
+    limit: int | None = at_least_1(None, "Use only the first N rows.")
 
 
 @dataclass
 class MixturePart(NamedRows):
     """One of the data sets that a run trains on together."""
 
-    weight: float = knob(1.0, "Probability of the data set at each prompt, relative.", gt=0)
+    weight: float = above_0(1.0, "Probability of the data set at each prompt, relative.")
     solution: str | None = knob(
         None, "Template of a worked solution, for the warm-up; null: dataset.solution."
     )
@@ -259,17 +253,13 @@ class Dataset:
         "column that holds messages, they are an episode whose assistant's turns are trained.",
         training=True,
     )
-    max_prompt_tokens: int = knob(
-        512,
-        "Length limit of a training prompt, in tokens; longer ones are dropped.",
-        ge=1,
-        training=True,
+    max_prompt_tokens: int = at_least_1(
+        512, "Length limit of a training prompt, in tokens; longer ones are dropped.", training=True
     )
-    max_pixels: int | None = knob(
+    max_pixels: int | None = at_least_1(
         1_048_576,
         "Pixels of an image at most; a larger image is resized, its sides in the same ratio. null: "
         "no image is resized. The tokens of an image grow with its pixels in most models.",
-        ge=1,
     )
     bad_rows: str = knob(
         "stop",
@@ -286,8 +276,8 @@ class Dataset:
         "not fit into memory.",
         training=True,
     )
-    train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
-    eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
+    train_limit: int | None = at_least_1(None, "Use only the first N training rows.")
+    eval_limit: int | None = at_least_1(None, "Use only the first N held-out rows.")
     mixture: dict[str, Any] = knob(
         {},
         "Several data sets to train on together, by name, in place of dataset.train; each has "
@@ -298,11 +288,10 @@ class Dataset:
         "Several sets of held-out rows by name, in place of dataset.eval; each has data, split, "
         "prompt, rewards and so on.",
     )
-    test_split_size: float | None = knob(
+    test_split_size: float | None = above_0(
         None,
         "Rows taken off the training rows and held out for evaluation, for data without held-out "
         "rows: a fraction below 1 or a number of rows; null: none.",
-        gt=0,
     )
 
 
@@ -320,11 +309,10 @@ class Reward:
         "Names of data sets of dataset.mixture (values of the column `dataset`) to whose rows the "
         "function applies; empty: all rows.",
     )
-    timeout: float | None = knob(
+    timeout: float | None = at_least_0(
         None,
         "Seconds per completion, in a worker process that is killed on timeout; null: the "
         "function's own setting; 0: no limit, in the trainer's process.",
-        ge=0,
     )
     on_error: str = knob(
         "stop",
@@ -332,8 +320,8 @@ class Reward:
         "failure and treat the reward as not applicable.",
         choices=("stop", "count"),
     )
-    concurrency: int | None = knob(
-        None, "Completions that an async function scores at the same time; null: 16.", ge=1
+    concurrency: int | None = at_least_1(
+        None, "Completions that an async function scores at the same time; null: 16."
     )
 
 
@@ -376,8 +364,8 @@ class Benchmark:
     """A published set of problems: its rows, its prompts, and how an answer is judged."""
 
     title: str | None = knob(None, "Column heading in tables; null: the benchmark's name.")
-    column: int | None = knob(
-        None, "Rank among the columns of a table; null: after those that have one.", ge=1
+    column: int | None = at_least_1(
+        None, "Rank among the columns of a table; null: after those that have one."
     )
     data: str = knob(
         "",
@@ -391,7 +379,7 @@ class Benchmark:
     columns: dict[str, str] = knob(
         {}, "Columns to rename before they are used, as new_name: old_name."
     )
-    limit: int | None = knob(None, "Use only the first N rows.", ge=1)
+    limit: int | None = at_least_1(None, "Use only the first N rows.")
     modes: dict[str, Mode] = field(
         default_factory=_modes,
         metadata={
@@ -408,17 +396,16 @@ class Benchmark:
         "Worked examples for the prompt: mappings of the columns that the templates name, "
         "with `cot` or `tir`.",
     )
-    shots: int = knob(0, "Number of worked examples that precede the problem.", ge=0)
+    shots: int = at_least_0(0, "Number of worked examples that precede the problem.")
     reward: str = knob(
         "math", "Reward function that gives 1 to a correct answer (see `grpo rewards`)."
     )
     args: dict[str, Any] = knob({}, "Keyword arguments of the benchmark's reward function.")
     breakdown: list[str] = knob([], "Columns by which the accuracy is also reported.")
-    max_completion_tokens: int | None = knob(
+    max_completion_tokens: int | None = at_least_1(
         None,
         "Length limit of a completion, unless eval.max_completion_tokens is set; null: "
         "generation.max_completion_tokens.",
-        ge=1,
     )
     stop: list[str] = knob(
         [], "Texts that end a completion, such as the beginning of the next example."
@@ -434,13 +421,12 @@ class Benchmark:
 class Scoring:
     """Settings of the reward functions' processes."""
 
-    workers: int | None = knob(
+    workers: int | None = at_least_1(
         None,
         "Worker processes for rewards with a timeout; null: this process's share of the cores.",
-        ge=1,
     )
-    worker_memory_gb: float | None = knob(
-        4.0, "Address space of one reward worker process, in GiB; null: no limit.", gt=0
+    worker_memory_gb: float | None = above_0(
+        4.0, "Address space of one reward worker process, in GiB; null: no limit."
     )
 
 
@@ -457,11 +443,10 @@ class _VllmServers:
         "started.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
     )
-    prefetch_steps: int = knob(
+    prefetch_steps: int = at_least_0(
         0,
         "Steps whose completions are sampled in advance, while the policy is updated; also "
         "the largest staleness in steps.",
-        ge=0,
         training=True,
     )
     in_flight: bool = knob(
@@ -476,15 +461,14 @@ class _VllmServers:
 @read_if("generation.engine", "vllm_colocate")
 @dataclass
 class _VllmColocated:
-    tensor_parallel: int = knob(
-        1, "Training processes that share one engine; must divide their number.", ge=1
+    tensor_parallel: int = at_least_1(
+        1, "Training processes that share one engine; must divide their number."
     )
-    memory: float = knob(0.3, "Share of the GPU's memory that the engine may use.", gt=0, le=1)
-    sleep: int = knob(
+    memory: float = above_0(0.3, "Share of the GPU's memory that the engine may use.", le=1)
+    sleep: int = at_least_0(
         0,
         "Engine memory during an update: kept (0), cache freed and weights moved to the host "
         "(1), or both freed (2); GPUs only.",
-        ge=0,
         le=2,
     )
     dtype: str = knob(
@@ -523,11 +507,9 @@ class Vllm(_VllmColocated, _VllmServers):
 class Tools:
     """Programs that a completion writes and has run while it is sampled (eval.mode tir)."""
 
-    max_calls: int = knob(4, "Largest number of programs run for one completion.", ge=1)
-    seconds: float = knob(
-        5.0,
-        "Wall-clock limit of one program, including the earlier programs that it continues.",
-        gt=0,
+    max_calls: int = at_least_1(4, "Largest number of programs run for one completion.")
+    seconds: float = above_0(
+        5.0, "Wall-clock limit of one program, including the earlier programs that it continues."
     )
     guards: str = knob(
         "auto",
@@ -552,20 +534,17 @@ class EnvironmentSettings:
         "MCP server whose tools the model may call: a command that speaks MCP on its standard "
         "input and output, or an address (http://...).",
     )
-    workers: int | None = knob(
-        None, "Worker processes of environments and tools; null: one for each core.", ge=1
+    workers: int | None = at_least_1(
+        None, "Worker processes of environments and tools; null: one for each core."
     )
-    seconds: float = knob(
-        30.0, "Wall-clock limit of one reset, one step or one call of a tool.", gt=0
+    seconds: float = above_0(30.0, "Wall-clock limit of one reset, one step or one call of a tool.")
+    memory_gb: float | None = above_0(
+        4.0, "Address space of each worker process of environments, in GB; null: no limit."
     )
-    memory_gb: float | None = knob(
-        4.0, "Address space of each worker process of environments, in GB; null: no limit.", gt=0
-    )
-    max_failed_share: float = knob(
+    max_failed_share: float = at_least_0(
         0.2,
         "Largest share of a step's rollouts that may be left without a reward because their "
         "environments failed; the run stops above it.",
-        ge=0,
         le=1,
     )
 
@@ -574,20 +553,18 @@ class EnvironmentSettings:
 class EpisodeSettings:
     """Limits and credit of episodes, in which the model and an environment take turns."""
 
-    max_turns: int | None = knob(
+    max_turns: int | None = at_least_1(
         None,
         "Largest number of turns of the model in an episode; null: as many as fit into "
         "generation.max_completion_tokens.",
-        ge=1,
     )
-    turn_tokens: int | None = knob(
-        None, "Length limit of one turn of the model, in tokens; null: none of its own.", ge=1
+    turn_tokens: int | None = at_least_1(
+        None, "Length limit of one turn of the model, in tokens; null: none of its own."
     )
-    reply_tokens: int = knob(
+    reply_tokens: int = at_least_1(
         512,
         "Length limit of one message of an environment or a tool, in tokens; a longer text is cut "
         "in its middle.",
-        ge=1,
     )
     order: str = knob(
         "auto",
@@ -615,43 +592,37 @@ class Generation:
     num_generations: int = knob(
         8, "Completions per prompt (the group size).", ge=2, schedulable=True
     )
-    max_completion_tokens: int = knob(256, "Length limit of a completion, in tokens.", ge=1)
-    min_completion_tokens: int = knob(
-        0,
-        "Smallest number of tokens in a completion: no eos and no stop string ends it earlier.",
-        ge=0,
+    max_completion_tokens: int = at_least_1(256, "Length limit of a completion, in tokens.")
+    min_completion_tokens: int = at_least_0(
+        0, "Smallest number of tokens in a completion: no eos and no stop string ends it earlier."
     )
     stop: list[str] = knob(
         [], "Texts that end a completion; the token that completes such a text is its last token."
     )
-    temperature: float = knob(
+    temperature: float = above_0(
         1.0,
         "Sampling temperature, also applied to the trainer's log-probabilities.",
-        gt=0,
         schedulable=True,
     )
-    top_p: float = knob(
+    top_p: float = above_0(
         1.0,
         "Sample only from the most likely tokens that hold this share of the probability.",
-        gt=0,
         le=1,
         schedulable=True,
     )
-    top_k: int = knob(
-        0, "Sample only from the K most likely tokens; 0: from all.", ge=0, schedulable=True
+    top_k: int = at_least_0(
+        0, "Sample only from the K most likely tokens; 0: from all.", schedulable=True
     )
-    min_p: float = knob(
+    min_p: float = at_least_0(
         0.0,
         "Drop tokens whose probability is below this share of the most likely token's.",
-        ge=0,
         le=1,
         schedulable=True,
     )
-    repetition_penalty: float = knob(
+    repetition_penalty: float = above_0(
         1.0,
         "Penalty on tokens that the prompt or completion already holds: positive logits are "
         "divided by it, negative ones multiplied; 1: none.",
-        gt=0,
     )
     presence_penalty: float = knob(
         0.0,
@@ -675,18 +646,16 @@ class Generation:
     stop_token_ids: list[int] = knob(
         [], "Tokens that end a completion, by token id, in addition to the model's own."
     )
-    max_num_seqs: int | None = knob(
+    max_num_seqs: int | None = at_least_1(
         None,
         "Completions decoded at the same time (vLLM: per engine, or requested from a server "
         "by one process); null: by free memory. Halved when memory runs out; a group is never "
         "split.",
-        ge=1,
     )
-    max_logp_difference: float | None = knob(
+    max_logp_difference: float | None = above_0(
         1.0,
         "Stop when the mean over tokens of |trainer's − sampler's log-probability| exceeds "
         "this in a step; null: never.",
-        gt=0,
         training=True,
     )
     vllm: Vllm = section(Vllm)
@@ -738,19 +707,17 @@ class Loss:
         "undivided (sums).",
         choices=("tokens", "completions", "prompts", "constant", "sums"),
     )
-    epsilon: float = knob(
+    epsilon: float = at_least_0(
         0.2,
         "Lower clip distance: the ratio is clipped below at 1 - epsilon (gmpo: its logarithm "
         "at -epsilon).",
-        ge=0,
         le=1,
         hint="For the upper bound: loss.epsilon_high.",
         schedulable=True,
     )
-    epsilon_high: float | None = knob(
+    epsilon_high: float | None = at_least_0(
         None,
         "Upper clip distance: the ratio is clipped above at 1 + epsilon_high; null: epsilon.",
-        ge=0,
         schedulable=True,
     )
     mask_truncated: bool = knob(
@@ -758,11 +725,8 @@ class Loss:
         "Exclude completions that reached the length limit from the loss; their rewards still "
         "count.",
     )
-    beta: float = knob(
-        0.0,
-        "Weight of the KL to the reference policy; 0 loads no reference.",
-        ge=0,
-        schedulable=True,
+    beta: float = at_least_0(
+        0.0, "Weight of the KL to the reference policy; 0 loads no reference.", schedulable=True
     )
     kl_estimator: str = knob(
         "k3",
@@ -779,48 +743,41 @@ class Loss:
     kl_bias_correction: bool = knob(
         False, "Multiply the KL by the importance ratio (DeepSeek-V3.2).", read_if=("loss.beta",)
     )
-    kl_target: float | None = knob(
+    kl_target: float | None = above_0(
         None,
         "Mean KL per token that beta is adapted to; null: beta is fixed.",
-        gt=0,
         read_if=("loss.beta",),
     )
-    reference_every: int = knob(
+    reference_every: int = at_least_0(
         0,
         "Refresh the reference from the policy every N steps (iterative GRPO); 0: never.",
-        ge=0,
         read_if=("loss.beta",),
     )
-    reference_alpha: float = knob(
+    reference_alpha: float = above_0(
         1.0,
         "Share of the policy in a refreshed reference; 1 replaces the reference.",
-        gt=0,
         le=1,
         read_if=("loss.reference_every",),
     )
-    entropy_coef: float = knob(
+    entropy_coef: float = at_least_0(
         0.0,
         "Weight of the entropy bonus; its initial value if entropy_target is set.",
-        ge=0,
         schedulable=True,
     )
-    entropy_target: float | None = knob(
+    entropy_target: float | None = above_0(
         None,
         "Entropy, in nats per token, below which the entropy bonus acts; entropy_coef is "
         "adapted to hold it.",
-        gt=0,
     )
-    router_aux_loss_coef: float | None = knob(
+    router_aux_loss_coef: float | None = at_least_0(
         None,
         "Weight of the load-balancing loss of a mixture of experts; null: the weight in the "
         "model's own config.",
-        ge=0,
     )
-    top_entropy: float = knob(
+    top_entropy: float = above_0(
         1.0,
         "Share of the batch's tokens that the policy term trains on: the ones with the highest "
         "entropy.",
-        gt=0,
         le=1,
         schedulable=True,
     )
@@ -839,25 +796,22 @@ class Loss:
             "sequence_mean_mask",
         ),
     )
-    sampling_cap: float | None = knob(
+    sampling_cap: float | None = above_0(
         3.0,
         "Upper bound of the ratio of sampling_correction; null: none.",
-        gt=0,
         read_if=("loss.sampling_correction",),
         schedulable=True,
     )
-    sampling_floor: float | None = knob(
+    sampling_floor: float | None = at_least_0(
         None,
         "Lower bound of the ratio of sampling_correction; null: none.",
-        ge=0,
         read_if=("loss.sampling_correction",),
         schedulable=True,
     )
-    off_policy_mask: float | None = knob(
+    off_policy_mask: float | None = at_least_0(
         None,
         "Exclude the tokens with negative advantage of completions whose mean log-probability "
         "has fallen by more than this since sampling (DeepSeek-V3.2); null: keep them.",
-        ge=0,
         schedulable=True,
     )
 
@@ -889,11 +843,10 @@ class Schedule:
         "Course of the change; jump: all at once at `begin`.",
         choices=("linear", "cosine", "jump"),
     )
-    begin: int = knob(0, "Step, counted from 0, until which the knob keeps its own value.", ge=0)
-    end: int | None = knob(
+    begin: int = at_least_0(0, "Step, counted from 0, until which the knob keeps its own value.")
+    end: int | None = at_least_1(
         None,
         "Step, counted from 0, from which the knob has its final value; null: the run's last step.",
-        ge=1,
     )
 
 
@@ -912,22 +865,20 @@ class Optimizer:
     args: dict[str, Any] = knob(
         {}, "Further arguments of the optimizer's constructor, such as momentum of muon."
     )
-    learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
-    betas: list[float] = knob(
-        [0.9, 0.999], "Decay rates of AdamW's two moments, also of muon's AdamW.", ge=0, lt=1
+    learning_rate: float = at_least_0(1e-6, "Peak learning rate.")
+    betas: list[float] = at_least_0(
+        [0.9, 0.999], "Decay rates of AdamW's two moments, also of muon's AdamW.", lt=1
     )
-    weight_decay: float = knob(
-        0.0,
-        "Weight decay: decoupled in adamw and muon, else as the optimizer's class has it.",
-        ge=0,
+    weight_decay: float = at_least_0(
+        0.0, "Weight decay: decoupled in adamw and muon, else as the optimizer's class has it."
     )
     no_decay: list[str] = knob(
         ["norms", "biases", "embeddings"],
         "Parameters without weight decay; []: all parameters decay.",
         choices=("norms", "biases", "embeddings"),
     )
-    max_grad_norm: float | None = knob(
-        1.0, "Gradient norm above which gradients are scaled down to it; null: never.", gt=0
+    max_grad_norm: float | None = above_0(
+        1.0, "Gradient norm above which gradients are scaled down to it; null: never."
     )
     schedule: str = knob(
         "constant",
@@ -935,14 +886,13 @@ class Optimizer:
         "decay in the last tenth of the run.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
-    warmup_steps: int = knob(
-        0, "Steps over which the learning rate rises from 0 to its peak.", ge=0
+    warmup_steps: int = at_least_0(
+        0, "Steps over which the learning rate rises from 0 to its peak."
     )
-    min_learning_rate: float = knob(
+    min_learning_rate: float = at_least_0(
         0.0,
         "Learning rate that the linear, cosine and wsd schedules fall towards; the step after the "
         "last would have it.",
-        ge=0,
         read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
     )
 
@@ -951,13 +901,12 @@ class Optimizer:
 class Update:
     """The update on one step's batch of completions."""
 
-    num_iterations: int = knob(1, "Passes over the completions of one step.", ge=1)
-    minibatches: int = knob(1, "Optimizer steps in one pass, each on complete groups.", ge=1)
-    tokens_per_micro_batch: int | None = knob(
+    num_iterations: int = at_least_1(1, "Passes over the completions of one step.")
+    minibatches: int = at_least_1(1, "Optimizer steps in one pass, each on complete groups.")
+    tokens_per_micro_batch: int | None = at_least_1(
         None,
         "Tokens in one backward; null: by free memory. Halved when memory runs out; changes "
         "memory use, never the gradient.",
-        ge=1,
     )
 
 
@@ -965,7 +914,7 @@ class Update:
 class Eval:
     """Held-out evaluation, during training and by `grpo eval`."""
 
-    every: int = knob(0, "Evaluate every N steps; 0: never during training.", ge=0, training=True)
+    every: int = at_least_0(0, "Evaluate every N steps; 0: never during training.", training=True)
     at_start: bool = knob(
         True,
         "Evaluate before the first step; after the last step a run always evaluates.",
@@ -974,31 +923,27 @@ class Eval:
     accuracy: str | None = knob(
         None, "Reward function whose value 1 counts as correct; null: the recipe's first reward."
     )
-    num_samples: int = knob(1, "Completions per held-out row or problem.", ge=1)
+    num_samples: int = at_least_1(1, "Completions per held-out row or problem.")
     sampling: str = knob(
         "own",
         "Sampling settings of evaluation: eval.temperature and eval.top_p (own), or temperature, "
         "top_p, top_k and min_p of generation, without their schedules (training).",
         choices=("own", "training"),
     )
-    temperature: float | None = knob(
+    temperature: float | None = at_least_0(
         None,
         "Sampling temperature of evaluation; 0: greedy; null: 0 for one completion per row, "
         "0.7 for several.",
-        ge=0,
         read_if=("eval.sampling", "own"),
     )
-    top_p: float = knob(
+    top_p: float = above_0(
         1.0,
         "Sample only from the most likely tokens that hold this share of the probability, in "
         "evaluation.",
-        gt=0,
         le=1,
     )
-    max_completion_tokens: int | None = knob(
-        None,
-        "Length limit of a completion in evaluation; null: generation.max_completion_tokens.",
-        ge=1,
+    max_completion_tokens: int | None = at_least_1(
+        None, "Length limit of a completion in evaluation; null: generation.max_completion_tokens."
     )
     mode: list[str] = knob(
         ["cot"],
@@ -1010,21 +955,20 @@ class Eval:
         "Metrics over several completions of a row: mean accuracy, pass@k, maj@k; empty: all.",
         choices=("mean", "pass", "maj"),
     )
-    k: list[int] = knob(
+    k: list[int] = at_least_1(
         [],
         "Values of k in pass@k and maj@k; empty: the powers of 2 up to eval.num_samples, and "
         "eval.num_samples.",
-        ge=1,
     )
-    limit: int | None = knob(None, "Use only the first N rows of every benchmark.", ge=1)
+    limit: int | None = at_least_1(None, "Use only the first N rows of every benchmark.")
     best: str = knob(
         "accuracy",
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
         "names it, such as gsm8k/maj@8.",
         training=True,
     )
-    patience: int = knob(
-        0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,
+    patience: int = at_least_0(
+        0, "End the run after this many evaluations in a row without a new best; 0: never.",
         read_if=("eval.every",), training=True,
     )  # fmt: skip
 
@@ -1059,11 +1003,10 @@ class Distributed:
         choices=("none", "all"),
         training=True,
     )
-    stall_minutes: float = knob(
+    stall_minutes: float = at_least_0(
         30.0,
         "Minutes without progress of any process after which a run names the process at fault "
         "and ends; 0: it waits for ever.",
-        ge=0,
     )
 
 
@@ -1071,20 +1014,18 @@ class Distributed:
 class Stop:
     """Rules that end a run before its last step, as completely as that step would end it."""
 
-    zero_gradient: int = knob(
+    zero_gradient: int = at_least_0(
         0,
         "Steps in a row in which no completion has an advantage, after which the run ends; 0: "
         "never.",
-        ge=0,
     )
-    hours: float | None = knob(
+    hours: float | None = above_0(
         None,
         "Hours of training, evaluating and saving, over all starts of the run, after which it "
         "ends; null: no limit.",
-        gt=0,
     )
-    max_kl: float | None = knob(
-        None, "Largest KL to the reference, in nats a token; null: no limit.", gt=0
+    max_kl: float | None = above_0(
+        None, "Largest KL to the reference, in nats a token; null: no limit."
     )
 
 
@@ -1092,9 +1033,9 @@ class Stop:
 class Checkpoint:
     """Checkpoints: when they are written, and which of them are kept."""
 
-    every: int = knob(100, "Save a checkpoint every N steps; 0: only when the run ends.", ge=0)
-    keep_last: int = knob(
-        2, "Number of newest checkpoints to keep; the best one is also kept.", ge=1
+    every: int = at_least_0(100, "Save a checkpoint every N steps; 0: only when the run ends.")
+    keep_last: int = at_least_1(
+        2, "Number of newest checkpoints to keep; the best one is also kept."
     )
     model: str = knob(
         "auto",
@@ -1102,11 +1043,10 @@ class Checkpoint:
         "for each checkpoint that hub.repo gets.",
         choices=("auto", "always", "never"),
     )
-    grace: float = knob(
+    grace: float = at_least_0(
         30.0,
         "Seconds between a SIGTERM, SIGHUP or SIGUSR1 and the end: a longer step is interrupted "
         "between two micro-batches and continued by resume=auto.",
-        ge=0,
     )
 
 
@@ -1114,20 +1054,18 @@ class Checkpoint:
 class Log:
     """Files and lines that a run writes in addition to metrics.jsonl."""
 
-    completions_every: int = knob(
+    completions_every: int = at_least_0(
         20,
         "Write the completions of a step every N steps, with the images of their prompts, and "
         "print the first; 0: never.",
-        ge=0,
     )
     report: bool = knob(
         True, "Write report.html when the run ends, as `grpo report RUN` does at any time."
     )
-    keep_steps: list[int] = knob(
+    keep_steps: list[int] = at_least_1(
         [],
         "Steps, counted from 1, of which the run keeps rollouts and weights in replay/step-N, so "
         "that grpo replay can recompute their loss and gradient.",
-        ge=1,
     )
 
 
@@ -1199,22 +1137,20 @@ class Recipe:
         read_if=("resume",),
         training=True,
     )
-    seed: int = knob(0, "Seed of all random numbers.", ge=0, lt=2**32)
-    steps: int = knob(
+    seed: int = at_least_0(0, "Seed of all random numbers.", lt=2**32)
+    steps: int = at_least_1(
         100,
         "Number of training steps; each samples one batch of completions and trains on it.",
-        ge=1,
         training=True,
     )
-    epochs: float | None = knob(
+    epochs: float | None = above_0(
         None,
         "Passes over the training prompts that decide the number of steps, in place of `steps`; "
         "null: `steps` does.",
-        gt=0,
         training=True,
     )
-    prompts_per_step: int = knob(
-        32, "Prompts in one step, over all processes.", ge=1, training=True
+    prompts_per_step: int = at_least_1(
+        32, "Prompts in one step, over all processes.", training=True
     )
     probe: str = knob(
         "false",
