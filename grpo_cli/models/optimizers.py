@@ -120,7 +120,7 @@ def check(recipe: Recipe) -> None:
             f"{where}: does not work on sharded weights (distributed = fsdp2); use "
             "distributed=ddp, or optimizer=adamw."
         )
-    of_adam = ("betas", "eps") if config.algorithm in ADAM else ()
+    of_adam = ("betas",) if config.algorithm in ADAM else ()
     for name in config.args:
         if name in ("lr", "weight_decay", *of_adam):
             raise UserError(f"optimizer.args.{name}: is set by {SET_BY[name]}.")
