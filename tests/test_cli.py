@@ -85,7 +85,7 @@ MISTAKES = {
     "missing recipe file": (["recipe=./mine.yaml"], ["./mine.yaml", "no such file"]),
     "unknown key": (["optimizer.lr=1"], ["optimizer.lr", "optimizer.learning_rate"]),
     "added key": (["+foo=1"], ["foo: there is no such key"]),
-    "key of another section": (["num_generations=4"], ["generation.num_generations?"]),
+    "key of another section": (["reply_tokens=4"], ["episode.reply_tokens?"]),
     "adapter not there": (
         ["adapter=lora", "adapter.path=./gone"],
         ["adapter.path = ./gone", "adapter_config.json"],
