@@ -159,9 +159,22 @@ class Checkpointer:
         _being_written.add(job.partial)
         with heartbeat.inside("checkpoint"):
             try:
-                self.prepare(job, parts, state, recipe_yaml, tokenizer, card)
-                if contents and self.workers.is_main:
-                    job.small[CONTENTS] = contents
+                tensors = parts.tensors()
+                pieces = shards.pieces_of(tensors, self.workers.rank, self.workers.size)
+                job.pieces = self.staging.copy(pieces)  # so that training can continue
+                if self.workers.is_main:
+                    weights = [t for name, t in tensors.items() if name.startswith("model.")]
+                    job.model_bytes = sum(t.nbytes for t in weights) if with_model else 0
+                    prefix, buffer = "" if with_model else f"{MODEL}/", io.BytesIO()
+                    model_files = self.files_of(parts.model, tokenizer)
+                    torch.save(state, buffer)
+                    job.small = {prefix + name: data for name, data in model_files.items()}
+                    job.small[STATE] = buffer.getvalue()
+                    job.small[f"{TRAINING}/recipe.yaml"] = recipe_yaml.encode()
+                    if card:
+                        job.small[prefix + manifest.CARD] = card.encode()
+                    if contents:
+                        job.small[CONTENTS] = contents
             except Exception as error:
                 job.error = error
         self.began = time.monotonic()
@@ -193,33 +206,6 @@ class Checkpointer:
         if self.thread is None or not self.thread.is_alive():
             return 0.0
         return max(usual - (time.monotonic() - self.began), 0.0)
-
-    def prepare(
-        self,
-        job: _Job,
-        parts: Parts,
-        state: dict[str, Any],
-        recipe_yaml: str,
-        tokenizer: Processing,
-        card: str,
-    ) -> None:
-        """Copies the checkpoint's contents, so that training can continue."""
-        tensors = parts.tensors()
-        pieces = shards.pieces_of(tensors, self.workers.rank, self.workers.size)
-        job.pieces = self.staging.copy(pieces)
-        if not self.workers.is_main:
-            return
-        if job.with_model:
-            job.model_bytes = sum(t.nbytes for n, t in tensors.items() if n.startswith("model."))
-        prefix = "" if job.with_model else f"{MODEL}/"
-        model_files = self.files_of(parts.model, tokenizer)
-        job.small = {prefix + name: data for name, data in model_files.items()}
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        job.small[STATE] = buffer.getvalue()
-        job.small[f"{TRAINING}/recipe.yaml"] = recipe_yaml.encode()
-        if card:
-            job.small[prefix + manifest.CARD] = card.encode()
 
     def files_of(self, model: nn.Module, tokenizer: Processing) -> dict[str, bytes]:
         """Returns the config and tokenizer files, which never change and are created only once."""

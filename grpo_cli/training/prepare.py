@@ -134,11 +134,11 @@ def for_training(recipe: Recipe) -> Prepared:
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
-    named = [name for name, reward in recipe.reward.items() if reward.datasets]
-    if named and "" in train and data.DATASET not in train[""].rows.columns:
+    limited = [name for name, reward in recipe.reward.items() if reward.datasets]
+    if limited and "" in train and data.DATASET not in train[""].rows.columns:
         raise UserError(
-            f"reward.{named[0]}.datasets: is only read with dataset.mixture, or with data that has "
-            f"a column {data.DATASET}."
+            f"reward.{limited[0]}.datasets: is only read with dataset.mixture, or with data that "
+            f"has a column {data.DATASET}."
         )
     rows = sum(len(part.rows.rows) for part in train.values())
     parsing.with_steps(recipe, rows)  # some of the rows may be dropped as over-long
