@@ -47,7 +47,7 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.reporting.reporter import Reporter, readable
+from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.reporting.status import write_text
 from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Callbacks
@@ -393,7 +393,7 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
     run.generator.update_weights(run.policy.model, run.state.step)
     status, state = run.reporter.status, run.state
     status.add(steps=run.recipe.steps, first_step=state.step)
-    status.before = lambda: readable(state.before) if state.before else None
+    status.before = run.evaluated_before
     # From here on a restart by torchrun resumes this run: the files to discard or set aside are
     # gone. The gather keeps a process from starting while another may still have to exit.
     torchruns = run.workers.gather(torchrun())

@@ -19,7 +19,7 @@ from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation.base import Generator
 from grpo_cli.models.policy import Policy
 from grpo_cli.reporting.hub import Pusher
-from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.reporting.reporter import Reporter, readable
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
@@ -102,6 +102,10 @@ class Run:
             rule, _, why = state.stop_reason.partition(": ")
             return Reason(rule, f"{why} ({rule})")
         return self.stop_rules.reason
+
+    def evaluated_before(self) -> dict[str, Any] | None:
+        """Returns the metrics of the evaluation before the first step, for status.json."""
+        return readable(self.state.before) if self.state.before else None
 
     def trainer_state(self) -> TrainerState:
         """Returns the progress of the run for reward functions that take `trainer_state`."""
