@@ -60,8 +60,8 @@ class Parts:
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor to save, by its name in a checkpoint."""
         tensors = {f"model.{name}": tensor for name, tensor in tensors_of(self.model).items()}
-        for name, state in self.optimizer_state().items():
-            for key, value in state.items():
+        for name, p in self.trained().items() if self.keeps_optimizer else ():
+            for key, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, (bool, int, float)):
                     kind = torch.float64 if isinstance(value, float) else None
                     key, value = key + NUMBER, torch.tensor(value, dtype=kind)
@@ -80,13 +80,6 @@ class Parts:
         """Returns the parameters that the optimizer updates, by name in the model."""
         names = {id(tensor): name for name, tensor in tensors_of(self.model).items()}
         return {names[id(p)]: p for g in self.optimizer.param_groups for p in g["params"]}
-
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer's state by parameter name; {} if it is not saved."""
-        if not self.keeps_optimizer:
-            return {}
-        state = self.optimizer.state
-        return {name: state[p] for name, p in self.trained().items() if p in state}
 
 
 def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,12 +19,7 @@ from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import (
-    VisionProcessor,
-    has_images,
-    parameters_of_images,
-    takes_images,
-)
+from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
 from grpo_cli.records import Rollout, dummy_rollout
 
 T = TypeVar("T")
@@ -160,7 +155,8 @@ class MicroBatcher:
         """
         if self.budget.tokens is not None and all(m.checked for m in self.asked):
             has_new = has_images(r.prompt for r in rollouts)
-            if self._knows_images or not self.workers.lockstep_max(has_new):
+            knows_images = self.budget.counts_images and all(m.checked_images for m in self.asked)
+            if knows_images or not self.workers.lockstep_max(has_new):
                 return
         some = cut(rollouts)
         if self.workers.runs_in_lockstep:  # the same rollouts on every process
@@ -189,19 +185,9 @@ class MicroBatcher:
         lengths = [length(r) for r in some]
         quiet.with_oom_retry(attempt, lengths, lambda: None, unique_tokens(some)[0])
 
-    @property
-    def _knows_images(self) -> bool:
-        """Whether modes and budget have been checked with images, or the model takes none."""
-        if not takes_images(self.policy.model.config):
-            return True
-        return self.budget.counts_images and all(m.checked_images for m in self.asked)
-
     def _tokens_that_fit(self, rollouts: Sequence[Rollout], temperature: float) -> int:
-        fitting = tokens_that_fit(
-            self.workers.device,
-            bytes_per_token(self.policy, rollouts, temperature),
-            state_to_come=0
-            if self.optimizer.state
-            else bytes_to_come(self.optimizer, self.workers.device),
-        )
+        device, optimizer = self.workers.device, self.optimizer
+        to_come = 0 if optimizer.state else bytes_to_come(optimizer, device)
+        per_token = bytes_per_token(self.policy, rollouts, temperature)
+        fitting = tokens_that_fit(device, per_token, state_to_come=to_come)
         return -int(self.workers.lockstep_max(-fitting))

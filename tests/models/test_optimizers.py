@@ -143,7 +143,8 @@ def test_a_state_that_is_neither_tensor_nor_number_is_refused(model: PreTrainedM
 def test_moments_of_8_bits(name: str, wide: PreTrainedModel) -> None:
     parts = Parts(wide, made(wide, algorithm=name))
     step(parts)
-    types = {n: s["state1"].dtype for n, s in parts.optimizer_state().items()}
+    state = parts.optimizer.state
+    types = {n: state[p]["state1"].dtype for n, p in parts.trained().items()}
     assert types["model.layers.0.mlp.up_proj.weight"] == torch.uint8
     assert types["model.embed_tokens.weight"] == torch.float32
 
