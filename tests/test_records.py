@@ -7,9 +7,9 @@ import torch
 from grpo_cli.algorithm.batch import collate, pad_right
 from grpo_cli.environments.protocol import ToolCall
 from grpo_cli.models.packing import pad_left
-from grpo_cli.models.vision import positions
+from grpo_cli.models.vision import padded_arguments
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import counts_by_tool, dummy_rollout
+from grpo_cli.records import Prompt, counts_by_tool, dummy_rollout
 from tests.conftest import CPU, make_rollout
 
 
@@ -114,7 +114,8 @@ def test_positions_and_padding_by_hand() -> None:
     ids, mask = pad_left([[4], [7, 8, 9]], CPU)
     assert ids.tolist() == [[0, 0, 4], [7, 8, 9]]
     assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert positions(mask).tolist() == [[0, 0, 0], [0, 1, 2]]
+    given = padded_arguments([Prompt.from_ids([4]), Prompt.from_ids([7, 8, 9])], ids, mask, None)
+    assert given["position_ids"].tolist() == [[0, 0, 0], [0, 1, 2]]
     rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     assert pad_right(rows, 3).tolist() == [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
 

@@ -409,33 +409,6 @@ def positions_of(model: PreTrainedModel | None, prompt: Prompt) -> tuple[Tensor,
     return positions[-3:, 0], length + int(delta.flatten()[0])
 
 
-def collate(
-    prompts: Sequence[Prompt], device: torch.device, *, packed: bool, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Returns the model inputs for the images of several prompts.
-
-    Args:
-        packed: True: all prompts are in one row, each once; False: each prompt is a row.
-        dtype: dtype of floating-point inputs.
-    """
-    made = [p.vision.inputs(p.images) if p.vision and p.images else {} for p in prompts]
-    vision = next(p.vision for p in prompts if p.images)
-    assert vision is not None
-    inputs: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for of_prompt in made for name in of_prompt):
-        parts = [of_prompt.get(name) for of_prompt in made]
-        if name not in vision.by_row:
-            joined = _concatenated([t for t in parts if t is not None], 0)
-        elif packed:
-            joined = _concatenated([t for t in parts if t is not None], 1)
-        else:  # rows with fewer images are padded with zero images
-            like = next(t for t in parts if t is not None)
-            joined = _concatenated([like[:, :0] if t is None else t for t in parts], 0)
-        joined = joined.to(device)
-        inputs[name] = joined.to(dtype) if joined.is_floating_point() else joined
-    return inputs
-
-
 def _concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
     """Concatenates tensors along an axis, zero-padded to the largest size on the other axes."""
     largest = [max(sizes) for sizes in zip(*(t.shape for t in parts), strict=True)]
@@ -501,16 +474,21 @@ def image_arguments(
     if vision is None:
         return {}
     assert model is not None, "prompts with images need a model"
-    given = collate(prompts, ids.device, packed=packed, dtype=model.dtype)
+    made = [p.vision.inputs(p.images) if p.vision and p.images else {} for p in prompts]
+    given: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for of_prompt in made for name in of_prompt):
+        parts = [of_prompt.get(name) for of_prompt in made]
+        by_row = name in vision.by_row
+        if by_row and not packed:  # rows with fewer images are padded with zero images
+            like = next(t for t in parts if t is not None)
+            parts = [like[:, :0] if t is None else t for t in parts]
+        axis = 1 if by_row and packed else 0
+        joined = _concatenated([t for t in parts if t is not None], axis).to(ids.device)
+        given[name] = joined.to(model.dtype) if joined.is_floating_point() else joined
     if vision.type_name is not None:
         types = torch.tensor([vision.type_ids(row) for row in ids.tolist()], device=ids.device)
         given[vision.type_name] = types
     return given
-
-
-def positions(attention_mask: Tensor) -> Tensor:
-    """Returns the position of each token in its row, [B, T]; 0 on left padding."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def padded_arguments(
@@ -526,4 +504,5 @@ def padded_arguments(
     images = image_arguments(prompts, ids, model, packed=False)
     if images and has_three_axes(model):
         return images
-    return {"position_ids": positions(mask)} | images
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0 on left padding
+    return {"position_ids": positions} | images
