@@ -40,6 +40,7 @@ def load(
     path: str | Path,
     *,
     weights: bool = True,
+    trains: bool = False,
     half_type: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model (on the CPU, in training mode) and its tokenizer from a folder or the hub.
@@ -49,6 +50,7 @@ def load(
     Args:
         path: a folder or a hub name.
         weights: False: load only the model's structure, on the meta device.
+        trains: whether the model is to be trained, so that its files must not be quantized.
         half_type: compute dtype of mixed precision, for a quantized model.
 
     Raises:
@@ -65,7 +67,7 @@ def load(
     shared = of_source(config)
     dtype = getattr(torch, config.dtype)
     quantized = quantization.load_options(config, half_type or dtype)
-    if quantized:
+    if quantized or trains:
         quantization.check_stored(model_config, str(path))
     with explained(path):
         if config.dropout is not None:
@@ -144,13 +146,6 @@ def load_config(
             f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder."
         )
     return model_config, tokenizer
-
-
-def check_trainable(config: Model, path: str) -> None:
-    """Raises a UserError if a model's files contain quantized weights, before they are loaded."""
-    with explained(path):
-        stored = read_config(config, path)
-    quantization.check_stored(stored, path)
 
 
 def generation_config(

@@ -211,10 +211,13 @@ def load_model(
     Args:
         trains: whether the model is trained, so that parts of it are frozen.
     """
-    if trains:
-        loading.check_trainable(recipe.model, path)
-    whole = workers.is_main or not workers.runs_in_lockstep
-    model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
+    model, tokenizer = loading.load(
+        recipe.model,
+        path,
+        weights=workers.is_main or not workers.runs_in_lockstep,
+        trains=trains,
+        half_type=workers.half_type,
+    )
     vision = None
     processor: Any = tokenizer
     try:
