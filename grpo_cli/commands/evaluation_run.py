@@ -217,7 +217,7 @@ def key_of(recipe: Recipe, tasks: Sequence[Task], identity: str) -> str:
         parts += [recipe.tools, recipe.rollout]
         parts += [dataclasses.asdict(recipe.environment), dataclasses.asdict(recipe.episode)]
     for task in tasks:
-        terms = [(t.path, dict(t.args), t.weight) for t in task.scorer.rewards.values()]
+        terms = [(t.path, dict(t.args), t.spec.weight) for t in task.scorer.rewards.values()]
         parts.append([task.label, task.seed, task.num_samples, repr(task.sampling), terms])
         parts.append([p.ids for p in task.prompts])
         parts.append([p.columns for p in task.prompts])
