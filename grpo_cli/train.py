@@ -38,7 +38,7 @@ from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, StepStats
-from grpo_cli.training import ending, evaluation, kept_steps, logprob_passes, probe, resume
+from grpo_cli.training import ending, evaluation, kept_steps, logprob_passes, resume
 from grpo_cli.training.rollouts.balance import minibatch_of
 from grpo_cli.training.rollouts.collect import collect, gathered
 from grpo_cli.training.rollouts.credit import (
@@ -52,14 +52,8 @@ from grpo_cli.training.step_progress import StepBatch
 
 
 def train(run: Run) -> None:
-    """Trains from the run's present step to the last one, or until the run is asked to stop.
-
-    Raises:
-        CannotLearn: the probe before the first step said so, with probe=stop.
-    """
+    """Trains from the run's present step to the last one, or until the run is asked to stop."""
     try:
-        if probe.is_due(run):
-            probe.probe(run)
         if evaluation.is_due(run) and run.state.step == 0:
             evaluation.evaluate(run)
         for step in steps(run):

@@ -13,7 +13,7 @@ logs/rank-N.log                       output of all processes except the first
 .lock, .job                           the process that writes here, and its torchruns (`lock`)
 .run_id                               a random name, by which `provenance` knows one's own runs
 alarms.jsonl                          one object for each alarm
-plan.json, probe.json                 predicted and measured memory, time and signal
+plan.json                             predicted and measured memory and time
 status.json                           the run's present activity
 completions/step-N.parquet            samples of the completions
 replay/step-N/                        a step's data for `grpo replay`
@@ -43,7 +43,6 @@ RUN_FILES = (
     "alarms.jsonl",
     "plan.json",
     "status.json",
-    "probe.json",
     "summary.json",
     "report.html",
     ".job",

@@ -28,7 +28,7 @@ Exit code 3: the run cannot learn as it stands.
 
   --json                   Print probe.json and nothing else.
 """
-NOT_READ = ("resume", "resume_changed", "overwrite", "probe")
+NOT_READ = ("resume", "resume_changed", "overwrite")
 
 
 @dataclass

@@ -7,10 +7,11 @@ from rich.console import Console
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config import parsing
+from grpo_cli.config.schedules import at_step
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import FILE, Policy, ProbeResult, default_samples, run_probe
+from grpo_cli.evaluation.probe.run import FILE, Policy, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import show
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.policy import make_logprobs
@@ -22,7 +23,7 @@ from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared
 
-LEAST_SAMPLES = 16  # per prompt, unless a number is given
+LEAST_SAMPLES, MOST_SAMPLES = 16, 64  # per prompt, unless a number is given
 
 
 def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: bool) -> None:
@@ -41,7 +42,8 @@ def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: boo
         lock = Lock(prepared.folder) if workers.is_main else None
     try:
         reporter = Reporter(recipe, prepared.folder, workers.is_main and not as_json)
-        samples = samples or default_samples(recipe, LEAST_SAMPLES)
+        group = at_step(recipe, 0)[0].generation.num_generations
+        samples = samples or max(LEAST_SAMPLES, min(group, MOST_SAMPLES))
         result = _probe(prepared, prompts, samples, workers, reporter)
         with workers.raise_together():
             if workers.is_main:

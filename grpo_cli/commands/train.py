@@ -15,7 +15,7 @@ from grpo_cli.checkpoints import checkpointer
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal, end_of_job
 from grpo_cli.distributed.supervisor import CLOSING_SECONDS, SAVING_SECONDS, Supervisor
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import CannotLearn, TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared
 from grpo_cli.training.run import Run
@@ -108,8 +108,6 @@ def without_long_pauses() -> Iterator[None]:
 
 def exit_code(error: BaseException) -> int:
     """Returns the exit code of a process that ends with this error."""
-    if isinstance(error, CannotLearn):
-        return 3
     return 2 if isinstance(error, UserError) else 1
 
 

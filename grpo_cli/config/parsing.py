@@ -67,8 +67,6 @@ def parse(
         assert isinstance(tree, dict)
         if tree.get("mixed_precision") is False:
             tree["mixed_precision"] = "no"  # YAML reads `no` as false
-        if isinstance(tree.get("probe"), bool):
-            tree["probe"] = str(tree["probe"]).lower()  # YAML and Hydra read true as a bool
         tracking = tree.get("tracking")
         if isinstance(tracking, dict) and isinstance(backend := tracking.get("backend"), str):
             tracking["backend"] = [name.strip() for name in backend.split(",")]

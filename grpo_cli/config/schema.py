@@ -1152,14 +1152,6 @@ class Recipe:
     prompts_per_step: int = at_least_1(
         32, "Prompts in one step, over all processes.", training=True
     )
-    probe: str = knob(
-        "false",
-        "Probe the untrained policy before the first step, as `grpo probe` does with 256 "
-        "completions: print whether the run can learn and what to change, and write probe.json. "
-        "stop: end the run (exit code 3) if it cannot learn as it stands.",
-        choices=("false", "true", "stop"),
-        training=True,
-    )
     device: str = knob(
         "auto",
         "Device to run on; auto: CUDA, else MPS, else CPU.",

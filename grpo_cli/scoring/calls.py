@@ -152,11 +152,6 @@ class RewardExecutor:
             else:
                 self._known[key] = done
 
-    def forget(self) -> None:
-        """Clears the cache."""
-        with self._lock:
-            self._known.clear()
-
     @property
     def pool(self) -> Pool:
         """The worker processes, started on first use."""

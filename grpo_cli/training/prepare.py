@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Keys that may differ when a finished run is resumed: its results do not depend on them.
 WITHOUT_EFFECT = (
     "steps:", "epochs:", "log.", "checkpoint.", "tracking.", "hub.", "distributed.", "device:",
-    "scoring.", "probe:",
+    "scoring.",
 )  # fmt: skip
 MADE_UP = "The answer is 0."  # a completion to try rewards out on
 MADE_UP_EPISODE = {  # the same as an episode

@@ -54,7 +54,6 @@ def grpo(
         (["prompts=0"], "prompts = 0: must be >= 1."),
         (["prompt=5"], "prompt: there is no such word; there are prompts, samples"),
         (["resume=auto"], "resume=auto: is only read by grpo train"),
-        (["probe=true"], "probe=true: is only read by grpo train"),
         (["-m", "seed=1,2"], "grpo probe: probes one recipe"),
         (["dataset.train=gone.jsonl"], "dataset.train = gone.jsonl: there is no such file"),
         (["dataset.train=rows.jsonl", "output_dir=run"], "output_dir = run: holds a run already"),

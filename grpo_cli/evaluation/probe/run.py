@@ -8,7 +8,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 
@@ -41,24 +40,17 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.random_streams import derive_seed, rng_state, set_rng_state
+from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt, Rollout
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
 
 STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
-MOST_SAMPLES = 64  # completions per prompt, unless more are requested
 COMPARED = 32  # completions whose log-probabilities the trainer recomputes
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
 EXAMPLES = 3  # completions shown in a verdict
 SHOWN = 200  # longest text shown, in characters
 FILE = "probe.json"
-
-
-def default_samples(recipe: Recipe, least: int) -> int:
-    """Returns the recipe's group size, at least `least` and at most MOST_SAMPLES."""
-    group = at_step(recipe, 0)[0].generation.num_generations
-    return max(least, min(group, MOST_SAMPLES))
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Policy:
     recipe: Recipe
     workers: Workers
     tokenizer: PreTrainedTokenizerBase
-    logprobs: PolicyLogprobs  # the probe's own, so that the run's state is not changed
+    logprobs: PolicyLogprobs
     generator: Generator
     stream: PromptStream
     scorer: Scorer
@@ -102,35 +94,24 @@ def run_probe(
     samples: int,
     *,
     progress: Callable[[int, str], None] = lambda done, text: None,
-    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ProbeResult:
     """Probes `prompts` prompts with `samples` completions each; collective.
 
-    Restores the state of every random stream.
-
     Args:
         progress: called with (number of prompts done, name of the phase).
-        interruptible: entered around the interruptible parts.
 
     Raises:
         TrainingError: the engine, a sandbox or the event loop of a reward failed.
-        Interrupted: the run has to end first.
     """
-    recipe, random_numbers = at_step(policy.recipe, 0)[0], rng_state()
-    try:
-        with heartbeat.inside("probe"):
-            chosen = choose_prompts(recipe, policy.stream, prompts)
-            groups, session = sample_and_score(
-                policy, recipe, chosen, samples, progress, interruptible
-            )
-            gathered = policy.workers.gather((groups, session.errors))
-            counts = metrics_of([session], policy.workers)
-            every = [group for part, _ in gathered for group in part]
-            every.sort(key=lambda g: g.prompt_index)
-            mismatch = find_mismatch(policy, recipe, spread(every, COMPARED))
-    finally:
-        policy.scorer.executor.forget()  # training must not reuse the probe's cached rewards
-        set_rng_state(random_numbers)
+    recipe = at_step(policy.recipe, 0)[0]
+    chosen = choose_prompts(recipe, policy.stream, prompts)
+    with heartbeat.inside("probe"):
+        groups, session = sample_and_score(policy, recipe, chosen, samples, progress)
+        gathered = policy.workers.gather((groups, session.errors))
+        counts = metrics_of([session], policy.workers)
+        every = [group for part, _ in gathered for group in part]
+        every.sort(key=lambda g: g.prompt_index)
+        mismatch = find_mismatch(policy, recipe, spread(every, COMPARED))
     errors = {name: text for _, own in reversed(gathered) for name, text in own.items()}
     measured = measure(recipe, every, samples, counts, errors, mismatch)
     return ProbeResult(measured, judge(recipe, measured), every)
@@ -142,7 +123,6 @@ def sample_and_score(
     prompts: Sequence[tuple[int, Prompt]],
     samples: int,
     progress: Callable[[int, str], None],
-    interruptible: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[Group], ScoringSession]:
     """Returns this process's scored groups, and the session that has scored them."""
     workers, done = policy.workers, 0
@@ -159,17 +139,12 @@ def sample_and_score(
         progress(done, "prompts completed")
         session.add(rollouts)
 
-    # A copy, since training reads the waiting times of its own episodes.
-    episodes = None if policy.episodes is None else dataclasses.replace(policy.episodes)
-    rollouter = Rollouter(policy.generator, policy.tokenizer, episodes)
+    rollouter = Rollouter(policy.generator, policy.tokenizer, policy.episodes)
     own = prompts[workers.rank :: workers.size]
     sampling, seed = Sampling.of(recipe.generation), derive_seed(recipe.seed, STREAM)
-    # Episodes run in rounds that all processes join.
-    in_rounds = workers.runs_in_lockstep and episodes is not None
-    with nullcontext() if in_rounds else interruptible():
-        groups = rollouter.rollouts(own, samples, sampling, seed, arrived)
+    groups = rollouter.rollouts(own, samples, sampling, seed, arrived)
     rollouts = [r for g in groups for r in g.rollouts]
-    with interruptible(), workers.raise_together():
+    with workers.raise_together():
         session.finish(rollouts, policy.tokenizer)
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for r in rollouts:

@@ -1,4 +1,4 @@
-"""The probe before the first step: it says the truth about a rigged model, and changes nothing."""
+"""A probe tells the truth about a rigged model."""
 
 from __future__ import annotations
 
@@ -9,27 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import train
-from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import Policy, ProbeResult, run_probe
-from grpo_cli.training import probe
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.training.prepare import MADE_UP
 from grpo_cli.training.run import Run
-from tests.training.test_train import built, metrics, trained, weights
+from tests.training.test_train import built
 
 pytestmark = pytest.mark.runs
 
-HERE = "tests.training.test_probe"
+HERE = "tests.evaluation.probe.test_rigged"
 
 
 def digit(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """1 for the answer; for the answer `any` always."""
     return [float(right in ("any", text)) for text, right in zip(completions, answer, strict=True)]
-
-
-def noisy(completions: list[str], **_: Any) -> list[float]:
-    """Random numbers of the global stream."""
-    return [torch.rand(()).item() for _ in completions]
 
 
 def broken(completions: list[str], **_: Any) -> list[float]:
@@ -61,7 +54,8 @@ def rigged(folder: Path, answers: list[str], **changes: Any) -> Run:
 
 def probed(live: Run, samples: int = 16) -> ProbeResult:
     policy = Policy(
-        live.recipe, live.workers, live.policy.tokenizer, probe.own_logprobs(live), live.generator,
+        live.recipe, live.workers, live.policy.tokenizer, PolicyLogprobs(live.policy.model),
+        live.generator,
         live.queue.stream, live.scorer,
     )  # fmt: skip
     return run_probe(policy, 64, samples)
@@ -98,66 +92,6 @@ def test_nothing_to_learn(tmp_path: Path, answer: str, rate: float) -> None:
     assert not result.verdict.can_learn
     assert result.measured.signal[2].share == 0.0
     assert result.measured.examples[0].rewards == {"digit": rate}
-
-
-@pytest.mark.parametrize(
-    "reward", [{"evens": {"function": "tests.training.test_train:evens"}},
-               {"noisy": {"function": f"{HERE}:noisy"}}]
-)  # fmt: skip
-def test_weights_are_the_same_to_the_last_bit(tmp_path: Path, reward: dict[str, Any]) -> None:
-    changes: dict[str, Any] = {"reward": reward, "steps": 2, "dataset__eval": None}
-    plain = trained(tmp_path / "plain", **changes)
-    before = trained(tmp_path / "probed", **changes, probe=True)
-    assert torch.equal(weights(plain), weights(before))
-    same = ("reward", "loss", "grad_norm", "completions/mean_length")
-    for a, b in zip(metrics(plain), metrics(before), strict=True):
-        assert [a[key] for key in same] == [b[key] for key in same]
-    assert not (plain.folder / "probe.json").exists()
-    found = json.loads((before.folder / "probe.json").read_text())
-    assert found["can_learn"]
-    assert (found["prompts"], found["samples"]) == (12, 8)  # all that two steps train on
-    assert found["rewards"].keys() == reward.keys()
-
-
-def same_weights(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Trains with and without a probe, compares the weights, and returns probe.json."""
-    plain = trained(folder / "plain", steps=2, dataset__eval=None, **changes)
-    before = trained(folder / "probed", steps=2, dataset__eval=None, **changes, probe=True)
-    assert torch.equal(weights(plain), weights(before))
-    found: dict[str, Any] = json.loads((before.folder / "probe.json").read_text())
-    assert found["mismatch"]["mean"] < 1e-4
-    return found
-
-
-def test_weights_are_the_same_with_an_environment(tmp_path: Path) -> None:
-    found = same_weights(
-        tmp_path,
-        environment={"path": "grpo_cli.environments.examples:GuessNumber"},
-        episode={"max_turns": 3, "turn_tokens": 4},
-        reward={"environment": {}},
-        dataset__chat=True,
-        dataset__solution=None,
-        dataset__max_prompt_tokens=128,
-        generation__max_completion_tokens=24,
-        model__build__warmup_steps=0,
-    )
-    assert found["stop_reasons"]["turn_tokens"] > 0.5
-    assert found["findings"][0]["settings"] == ["episode.turn_tokens=16"]
-
-
-def test_a_run_that_cannot_learn_is_stopped_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = {"reward": {"digit": {"function": f"{HERE}:digit"}}, "dataset__eval": None}
-    live = built(tmp_path, **changes, probe="stop", generation__temperature=1e-3)
-    with pytest.raises(CannotLearn, match=r"as it stands \(identical\), and probe = stop"):
-        train.train(live)
-    live.close()
-    assert not json.loads((live.folder / "probe.json").read_text())["can_learn"]
-    assert live.state.step == 0
-    said = capsys.readouterr().out
-    assert "with generation.temperature = 0.001" in said
-    assert "Change: generation.temperature=1" in said
 
 
 def test_a_reward_that_raises_is_a_finding(tmp_path: Path) -> None:
