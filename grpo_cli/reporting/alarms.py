@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from grpo_cli.algorithm.loss import STALENESS
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import TrainingError
-from grpo_cli.reporting.watches import Level, Metrics, Rule, Shift, Value, Watch, Watches, measured
+from grpo_cli.reporting.watches import Level, Metrics, Rule, Shift, State, Value, Watch, measured
 
 ACTIVE = "alarms/active"
 EQUAL_STEPS = 3  # steps in a row without any advantage
@@ -37,19 +38,25 @@ class Alarms:
 
     def __init__(self, recipe: Recipe) -> None:
         self.alarms = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
-        self.watches = Watches()
+        self.states: dict[str, State] = {}  # by the name of the alarm
 
     def follow(self, step: int, metrics: Metrics) -> list[Raised]:
         """Follows one step; returns the alarms whose episodes begin, each with its sentence."""
-        return [
-            Raised(alarm.name, f"step {step}: {alarm.text.format(**vars(judged))}")
-            for alarm, judged in self.watches.follow(self.alarms, metrics)
-        ]
+        raised = []
+        for alarm in self.alarms:
+            rule = repr(alarm.rule)
+            if alarm.name not in self.states or self.states[alarm.name].rule != rule:
+                self.states[alarm.name] = State(rule)
+            judged = alarm.follow(self.states[alarm.name], metrics)
+            if judged is not None:
+                text = alarm.text.format(**vars(judged))
+                raised.append(Raised(alarm.name, f"step {step}: {text}"))
+        return raised
 
     @property
     def active(self) -> float:
         """The number of alarms whose episodes have not ended."""
-        return float(sum(state.holds for state in self.watches.states.values()))
+        return float(sum(state.holds for state in self.states.values()))
 
     def check_rewards(self, step: int) -> None:
         """Checks that there are rewards at all.
@@ -57,7 +64,7 @@ class Alarms:
         Raises:
             TrainingError: no completion of STEPS_WITHOUT_REWARD steps in a row had a reward.
         """
-        without = self.watches.states["no_reward"].beyond
+        without = self.states["no_reward"].beyond
         if without >= STEPS_WITHOUT_REWARD:
             raise TrainingError(
                 f"step {step}: no completion of the last {without} steps had a reward (every "
@@ -65,12 +72,13 @@ class Alarms:
             )
 
     def to_state(self) -> dict[str, dict[str, Any]]:
-        """Returns the state for a checkpoint."""
-        return self.watches.to_state()
+        """Returns the state for a checkpoint, as plain values."""
+        return {name: asdict(state) for name, state in self.states.items()}
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores a state that `to_state` returned."""
-        self.watches.restore(saved, self.alarms)
+        """Restores a state that `to_state` returned; an alarm that has gone is dropped."""
+        names = {alarm.name for alarm in self.alarms}
+        self.states = {name: State(**state) for name, state in saved.items() if name in names}
 
 
 def _alarm(name: str, rule: Rule, value: Value | str, text: str) -> Watch:

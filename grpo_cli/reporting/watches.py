@@ -1,4 +1,4 @@
-"""Rules that judge a metric step by step. Pure code, from which alarms and stop rules are built.
+"""Rules that judge a metric step by step, from which alarms are built. Pure code.
 
 A rule holds once its condition is met in `steps` measurements in a row. It holds until the metric
 has been back in its usual range for as many measurements. That range is narrower than the
@@ -12,10 +12,9 @@ which the metric was not measured changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 Metrics = Mapping[str, float]
 Value = Callable[[Metrics], float | None]  # the number of a step; None: it was not measured
@@ -142,43 +141,3 @@ class Watch:
 def measured(key: str) -> Value:
     """Returns the function that reads the metric `key`."""
     return lambda metrics: metrics.get(key)
-
-
-class Watches:
-    """The states of several rules, by name."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, State] = {}
-
-    def state_of(self, watch: Watch) -> State:
-        """Returns a rule's state; a new one if the rule has other parameters now."""
-        rule = repr(watch.rule)
-        if watch.name not in self.states or self.states[watch.name].rule != rule:
-            self.states[watch.name] = State(rule)
-        return self.states[watch.name]
-
-    def follow(
-        self, watches: Sequence[Watch], metrics: Metrics
-    ) -> Iterator[tuple[Watch, Judgement]]:
-        """Follows one step; yields the rules whose episode begins, with their judgements."""
-        for watch in watches:
-            judged = watch.follow(self.state_of(watch), metrics)
-            if judged is not None:
-                yield watch, judged
-
-    def to_state(self) -> dict[str, dict[str, Any]]:
-        """Returns the states as plain values."""
-        return {name: asdict(state) for name, state in self.states.items()}
-
-    def restore(self, saved: Mapping[str, Mapping[str, Any]], watches: Iterable[Watch]) -> None:
-        """Restores the states that `to_state` returned, for the present rules.
-
-        The state of a rule that was removed is dropped: if it is set again, it starts over.
-        """
-        names = {watch.name for watch in watches}
-        known = State.__dataclass_fields__
-        self.states = {
-            name: State(**{k: v for k, v in state.items() if k in known})
-            for name, state in saved.items()
-            if name in names
-        }

@@ -1,5 +1,6 @@
 """Each alarm with a simulated run that raises it and one that must not."""
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -142,3 +143,17 @@ def test_steps_without_any_reward_end_the_run(monkeypatch: pytest.MonkeyPatch) -
     alarms.follow(6, nothing)
     with pytest.raises(TrainingError, match="step 6: no completion of the last 3 steps"):
         alarms.check_rewards(6)
+
+
+@pytest.mark.parametrize("stop_after", [20, 51, 52, 60])
+def test_a_stored_state_goes_on_as_if_nothing_had_happened(stop_after: int) -> None:
+    alarms, found = Alarms(make_recipe()), []
+    for step in range(1, 80):
+        if step == stop_after:
+            stored = json.loads(json.dumps(alarms.to_state()))
+            alarms = Alarms(make_recipe())
+            alarms.restore(stored | {"gone": {}})
+        long = {"completions/mean_length": 1200.0} if step > 50 else {}
+        found += alarms.follow(step, healthy(step, random.Random(step)) | long)
+    assert [alarm.name for alarm in found] == ["length"]
+    assert found[0].message.startswith("step 53: ")

@@ -1,16 +1,12 @@
-import json
-
-import pytest
-
-from grpo_cli.reporting.watches import Level, Rule, Shift, Watch, Watches, measured
+from grpo_cli.reporting.watches import Level, Rule, Shift, State, Watch, measured
 from tests.tables import table
 
 
 def episodes(rule: Rule, values: list[float | None]) -> list[int]:
     """The indices at which an episode begins."""
-    watch, watches = Watch("x", rule, measured("x")), Watches()
+    watch, state = Watch("x", rule, measured("x")), State()
     steps = ({} if value is None else {"x": value} for value in values)
-    return [i for i, metrics in enumerate(steps) if [*watches.follow([watch], metrics)]]
+    return [i for i, metrics in enumerate(steps) if watch.follow(state, metrics) is not None]
 
 
 NAN = float("nan")
@@ -50,18 +46,3 @@ NAN = float("nan")
 )
 def test_episodes(rule: Rule, values: list[float | None], expected: list[int]) -> None:
     assert episodes(rule, values) == expected
-
-
-@pytest.mark.parametrize("stop_after", range(9))
-def test_a_stored_state_goes_on_as_if_nothing_had_happened(stop_after: int) -> None:
-    rules = [Level(above=2, steps=2), Shift(factor=2, least=3, steps=2)]
-    watches = [Watch(f"{number}", rule, measured("x")) for number, rule in enumerate(rules)]
-    values = [1.0, 1.0, 1.0, 3.0, 3.0, 1.0, 1.0, 3.0, 3.0]
-    state, found = Watches(), []
-    for number, value in enumerate(values):
-        if number == stop_after:
-            stored = json.loads(json.dumps(state.to_state()))
-            state = Watches()
-            state.restore(stored, watches)
-        found += [(number, w.name) for w, _ in state.follow(watches, {"x": value})]
-    assert found == [(4, "0"), (4, "1"), (8, "0"), (8, "1")]
