@@ -83,11 +83,17 @@ def main(argv: list[str]) -> None:
         raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
     if {"-h", "--help"} & {*options}:
         print(USAGE + described(Request))
+    own, rest = split(Request, words)
     if any(o.partition("=")[0] in SHOWING for o in options):
-        _, rest = split(Request, words)
         compose_and_call([*rest, *options], lambda cfg: None, BARE)
         return
-    request, rest = split_words(words)
+    request = parse(Request, own)
+    if (request.input is None) == (request.row is None):
+        raise UserError(
+            "grpo score: give completions with input=FILE, or row=N completion=TEXT for one."
+        )
+    if request.row is not None and not any(w.startswith("completion=") for w in own):
+        raise UserError('row: say what to score, as completion="..." (- reads standard input).')
     if not has_recipe and not any(w.lstrip("+").startswith("reward") for w in rest):
         raise UserError("grpo score: say what to score with: reward=NAME or recipe=NAME.")
 
@@ -95,25 +101,6 @@ def main(argv: list[str]) -> None:
         score(request, parsing.parse(cfg, given_keys(cfg)), has_recipe)
 
     compose_and_call([*rest, *options], task, BARE)
-
-
-def split_words(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Returns (the request, the words that compose the recipe).
-
-    Raises:
-        UserError: a word given twice, or with a value of another type, or words that exclude one
-            another.
-    """
-    own, rest = split(Request, argv)
-    request = parse(Request, own)
-    given = {w.partition("=")[0].partition(".")[0] for w in own}
-    if ("input" in given) == ("row" in given):
-        raise UserError(
-            "grpo score: give completions with input=FILE, or row=N completion=TEXT for one."
-        )
-    if "row" in given and "completion" not in given:
-        raise UserError('row: say what to score, as completion="..." (- reads standard input).')
-    return request, rest
 
 
 def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
