@@ -372,9 +372,7 @@ class Benchmark:
         "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern or a folder of "
         "such files, or pkg://package/file.",
     )
-    subset: str | None = knob(
-        None, "Configuration of the hub data set; `all`: every configuration."
-    )
+    subset: str | None = knob(None, "Configuration of the hub data set.")
     split: str = knob("test", "Split of a hub data set or a folder.")
     columns: dict[str, str] = knob(
         {}, "Columns to rename before they are used, as new_name: old_name."

@@ -20,7 +20,6 @@ import yaml
 
 from grpo_cli import data
 from grpo_cli.config.schema import Benchmark, Reward
-from grpo_cli.config.sources import is_local
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, encode, fill, unchanged
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
     from grpo_cli.scoring.scorer import Scorer
-
-EVERY = "all"  # value of `subset`: concatenates all configurations of the hub data set
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
             prompt that names no column, a row without a gold answer.
     """
     key, source = f"benchmark.{name}", config.data
-    table = _load_table(config, f"{key}.data")
+    table = tables.load_table(source, config.subset, config.split, f"{key}.data")
     table = rename_columns(table, name, config, source)
     check_breakdown(name, config, table.column_names, source)
     table = tables.first_rows(table, (config.limit, limit), source, f"{key}.data")
@@ -82,23 +79,6 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
                     f"{config.reward} needs, is {'null' if cell is None else 'empty'}."
                 )
     return data.Rows(source, table.column_names, table)
-
-
-def _load_table(config: Benchmark, key: str) -> Any:
-    source = config.data
-    if config.subset != EVERY or is_local(source):
-        return tables.load_table(source, config.subset, config.split, key)
-    import datasets
-
-    try:
-        subsets = datasets.get_dataset_config_names(source)
-    except Exception as error:  # hub and network errors have no common base
-        raise UserError(
-            f"{key} = {source}: no such file here, and as a hub data set its configurations "
-            f"cannot be had: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    parts = [tables.load_table(source, subset, config.split, key) for subset in subsets]
-    return datasets.concatenate_datasets(parts)
 
 
 def rename_columns(table: Any, name: str, config: Benchmark, source: str) -> Any:
