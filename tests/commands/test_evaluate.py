@@ -49,26 +49,9 @@ def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        *("recipe=math_qwen", "seed=3", "device=cpu", "mixed_precision=bf16", "output_dir=x"),
-        *(
-            "model.dtype=bfloat16",
-            "+model.args.use_safetensors=true",
-            "+model.chat_template_kwargs.enable_thinking=false",
-            "dataset.final_assistant=drop",
-            "scoring.workers=1",
-            "generation.stop=[x]",
-        ),
-        *("distributed=fsdp2", "distributed.stall_minutes=3", "generation=vllm_colocate"),
-        *("generation.vllm.memory=0.5", "generation.tools.max_calls=2", "eval.num_samples=3"),
-        *("eval.tempreture=1", "-m", "--cfg", "hydra.sweep.dir=x", "eval.max_completion_tokens=9"),
-        *(
-            "overwrite=true",
-            "resume=auto",
-            "dataset.eval=a.jsonl",
-            "reward=math",
-            "~reward.format",
-            "eval.accuracy=math",
-        ),
+        *("recipe=math_qwen", "seed=3", "+model.args.use_safetensors=true", "generation.stop=[x]"),
+        *("dataset.final_assistant=drop", "distributed=fsdp2", "generation.vllm.memory=0.5"),
+        *("eval.tempreture=1", "-m", "hydra.sweep.dir=x", "resume=auto", "~reward.format"),
     ],
 )
 def test_what_evaluation_reads_is_not(word: str) -> None:

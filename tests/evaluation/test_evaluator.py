@@ -148,10 +148,11 @@ def test_numbers_are_nested_for_a_file() -> None:
 
 
 class Recites(Generator):
-    """A generator that completes prompt [n, ...] with n and 2; it notes how it was asked."""
+    """A generator that says the first token of a prompt, or all, and 2; it notes its requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, twice: bool = False) -> None:
         self.asked: list[tuple[int, Sampling]] = []
+        self.twice = twice
 
     def generate(
         self,
@@ -162,9 +163,8 @@ class Recites(Generator):
         on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         self.asked.append((num_generations, sampling))
-        groups = [
-            [Completion([p.ids[0], 2], [-0.5, 0.0], "stop")] * num_generations for p in prompts
-        ]
+        said = [[*p.ids * 2, 2] if self.twice else [p.ids[0], 2] for p in prompts]
+        groups = [[Completion(ids, [0.0] * len(ids), "stop")] * num_generations for ids in said]
         for number, group in enumerate(groups):
             on_group(number, group)
         return groups
@@ -184,22 +184,8 @@ def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast)
     prompts = [Prompt(row, ids, "", {"answer": "x"}) for row in range(3)]
     scorer = Scorer(rewards, ["answer"], "x")
 
-    class Repeats(Recites):
-        def generate(
-            self,
-            prompts: Sequence[Prompt],
-            num_generations: int,
-            sampling: Sampling,
-            seeds: Sequence[int],
-            on_group: OnGroup = ignore,
-        ) -> list[list[Completion]]:
-            groups = [[Completion([*p.ids, *p.ids, 2], [0.0] * 5, "stop")] for p in prompts]
-            for number, group in enumerate(groups):
-                on_group(number, group)
-            return groups
-
     task = held_out(recipe, "x", prompts, scorer)
-    evaluator = Evaluator(recipe.eval, Workers("cpu"), tokenizer, Repeats(), [task])
+    evaluator = Evaluator(recipe.eval, Workers("cpu"), tokenizer, Recites(twice=True), [task])
     results = evaluator.run(keep_groups=True)
     assert [r.text for g in results[0].groups for r in g.rollouts] == ["éé"] * 3
     found = as_metrics(results)
