@@ -104,7 +104,6 @@ class Finding:
     name: str
     message: str
     settings: tuple[str, ...] = ()  # words of the command line
-    shows_examples: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
     if all(r.mean is None for r in m.rewards.values()):
         if not m.failed_environments and not any(r.errors for r in m.rewards.values()):
             message = "every reward of every completion is None: no function applies to the data."
-            yield Finding("stops", "no_reward", message, shows_examples=True)
+            yield Finding("stops", "no_reward", message)
         return
     rule, args = recipe.advantage.rule, recipe.advantage.args
     is_over_step = rule == "reinforce_pp" and args.get("baseline") == "none"
@@ -199,7 +198,6 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             f"= {limit} before they end, and {m.pass_rate.value:.1%} of them are right: the "
             "rewards differ by accidents of what was cut off.",
             (f"{key}={4 * limit}",),
-            shows_examples=True,
         )
     if m.differing and (own := m.own_signal).share < LOW_SIGNAL:
         settings, message = [], f"only {own.share:.2f} of the groups have rewards that differ."
@@ -215,22 +213,22 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
         yield Finding("slows", "low_signal", message, tuple(settings))
 
 
-def without_signal(recipe: Recipe, m: Measured) -> tuple[str, str, tuple[str, ...], bool]:
-    """Returns why no group has rewards that differ: name, message, settings, shows examples."""
+def without_signal(recipe: Recipe, m: Measured) -> tuple[str, str, tuple[str, ...]]:
+    """Returns why no group has rewards that differ: name, message, settings."""
     of, (key, limit) = recipe.generation, limit_of(recipe, m)
     longer = (f"{key}={4 * limit}",)
     rare = f" At most {m.own_signal.high:.2f} of the groups may differ (95 % limit)."
     every = f"{m.completions} completions of {m.prompts} prompts"
     if m.excluded == 1:
         why = f"all {every} reach {key} = {limit}, and loss.mask_truncated = true leaves them out."
-        return "truncated", why, longer, True
+        return "truncated", why, longer
     only = [r.constant for r in m.rewards.values()]
     if m.is_constant and only == [1]:
         why = (
             f"all {every} have the reward {m.reward_mean:.3g}: there is nothing left to learn, or "
             "the reward accepts everything."
         )
-        return "solved", why, (), True
+        return "solved", why, ()
     if m.identical > ALL_IDENTICAL:
         why = (
             f"the completions of a prompt are identical for {m.identical:.0%} of the prompts: with "
@@ -238,25 +236,25 @@ def without_signal(recipe: Recipe, m: Measured) -> tuple[str, str, tuple[str, ..
             f"{of.top_k} nothing is tried out."
         )
         varied = ("generation.temperature=1", "generation.top_p=1", "generation.top_k=0")
-        return "identical", why, varied, False
+        return "identical", why, varied
     if m.truncated >= ALL_TRUNCATED:
         why = (
             f"{m.truncated:.0%} of {every} reach {key} = {limit} before they end, and no rewards "
             f"of a prompt differ."
         )
-        return "truncated", why, longer, True
+        return "truncated", why, longer
     if m.is_constant:
         why = (
             f"all {every} have the reward {m.reward_mean:.3g}. The answers may be in another "
             "column than the reward reads, the prompt may not ask for the form that the reward "
             f"wants, or the model cannot solve any of them.{rare}"
         )
-        return "constant", why, (), True
+        return "constant", why, ()
     why = (
         f"the rewards of {every} differ between prompts and never between the completions of one: "
         f"the reward does not depend on the completion, or its value never changes.{rare}"
     )
-    return "depends_on_prompt", why, (), True
+    return "depends_on_prompt", why, ()
 
 
 def never_ends(m: Measured) -> bool:
@@ -293,7 +291,6 @@ def values(recipe: Recipe, m: Measured) -> Iterator[Finding]:
                 "slows",
                 "constant_reward",
                 f"reward {name} is {reward.constant:.3g} for every completion: it teaches nothing.",
-                shows_examples=bool(m.differing),
             )
         if reward.timeouts:
             yield Finding(
@@ -359,9 +356,8 @@ def verdict_lines(m: Measured, verdict: Verdict) -> Iterator[str]:
         text = finding.message if number or finding.kind != "stops" else ""
         if text or change:
             yield f"- {masked(f'{text} {change}'.strip())}"
-    if any(f.shows_examples for f in verdict.findings):
-        for example in m.examples:
-            values = example.rewards.items()
-            shown = (f"{name} {'none' if v is None else f'{v:.3g}'}" for name, v in values)
-            yield masked(f"  row {example.row}: prompt {example.prompt!r}")
-            yield masked(f"    completion {example.completion!r} -> {', '.join(shown)}")
+    for example in () if verdict.can_learn else m.examples:
+        values = example.rewards.items()
+        shown = (f"{name} {'none' if v is None else f'{v:.3g}'}" for name, v in values)
+        yield masked(f"  row {example.row}: prompt {example.prompt!r}")
+        yield masked(f"    completion {example.completion!r} -> {', '.join(shown)}")
