@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
 
         recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
         plan, notes = plan_of(recipe, **asdict(settings))
-        changes = planning.changes(plan)
+        changes = [] if plan.fits else planning.changes(plan)
         measured = (RunFolder(Path(recipe.output_dir)).plan() or {}).get("measured")
         if not as_json:
             print(planning.text_of(plan, changes, notes, measured), end="")

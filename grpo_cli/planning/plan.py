@@ -115,12 +115,10 @@ class Change:
 
 
 def changes(plan: Plan) -> list[Change]:
-    """Returns changes that lower the peak of a plan that does not fit, those that fit first.
+    """Returns single changes that lower the peak, those that fit first.
 
     If no single change fits, the combination of the best ones comes first.
     """
-    if plan.fits:
-        return []
     found = sorted(single_changes(plan), key=lambda c: (not c.plan.fits, c.plan.peak))
     if not found or found[0].plan.fits:
         return found
@@ -139,9 +137,8 @@ def single_changes(plan: Plan) -> list[Change]:
         for word in words.split():
             key, _, text = word.partition("=")
             recipe = with_values(recipe, PARTS.get(word, {key: yaml.safe_load(text)}))
-        most = recipe.generation.max_completion_tokens
-        lengths = job.lengths
-        lengths = replace(lengths, longest=min(lengths.longest, most), mean=min(lengths.mean, most))
+        most, old = recipe.generation.max_completion_tokens, job.lengths
+        lengths = replace(old, longest=min(old.longest, most), mean=min(old.mean, most))
         try:
             sizes = sizes_of(job.sizes.config, recipe)
         except UserError:  # such as an adapter without peft
@@ -157,8 +154,8 @@ def candidates(job: Job) -> list[str]:
     fewer, shorter = micro_batch_tokens(job) // 4, job.lengths.longest // 2
     is_quantized = job.recipe.model.quantization != "none"
     half = "model.dtype=bfloat16 mixed_precision=bf16"
-    found = ["model.gradient_checkpointing=true", "mixed_precision=bf16", "loss.beta=0.0"]
-    found += ["optimizer=adamw_8bit", "generation=vllm_server"]
+    found = ["model.gradient_checkpointing=true", "mixed_precision=bf16", "loss.beta=0.0",
+             "optimizer=adamw_8bit", "generation=vllm_server"]  # fmt: skip
     if not is_quantized:
         found.append(f"adapter=lora {half}")
     if not job.sharded:
@@ -211,8 +208,8 @@ def text_of(
         known = measured.get("time", {}) | {"step": measured.get("step_seconds")}
         lines.append("time, from the device's peak and bandwidth:")
         lines += [f"  {s:16}  {beside(duration, t, known.get(s))}" for s, t in times.items()]
-        whole = duration(plan.job.recipe.steps * plan.step_seconds)
-        lines.append(f"the run: {plan.job.recipe.steps:,} steps, {whole}")
+        steps = job.recipe.steps
+        lines.append(f"the run: {steps:,} steps, {duration(steps * plan.step_seconds)}")
     lines.append(f"checkpoints on the disk: {gb(plan.disk)}")
     if changes:
         lines += ["", "to make it fit:"]
