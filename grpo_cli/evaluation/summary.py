@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from grpo_cli.config.schema import Eval
 from grpo_cli.evaluation.estimates import Estimate, estimate, maj_at_k, pass_at_k
@@ -110,15 +109,12 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
     metrics: dict[str, float] = {"n": float(len(problems))}
     completions = sum(len(p.right) for p in problems)
 
-    def put(
-        name: str,
-        value: Callable[[ProblemStats], float],
-        among: Sequence[ProblemStats] = problems,
-    ) -> None:
-        found = estimate([value(p) for p in among], sum(len(p.right) for p in among))
+    def put(name: str, values: Sequence[float], among: Sequence[ProblemStats] = problems) -> None:
+        found = estimate(values, sum(len(p.right) for p in among))
         metrics.update(with_interval(name, found))
 
-    put("accuracy", lambda p: p.accuracy)
+    accuracies = [p.accuracy for p in problems]
+    put("accuracy", accuracies)
     metrics["reward"] = mean([v for p in problems for v in p.rewards if not math.isnan(v)])
     if any(any(p.graded) for p in problems):
         metrics["graded"] = mean([float(v) for p in problems for v in p.graded])
@@ -135,12 +131,12 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
         powers = {2**i for i in range(n.bit_length()) if 2**i <= n}
         ks = sorted(config.k or powers | {n})
         if "mean" in kinds:
-            put(f"mean@{n}", lambda p: p.accuracy)
+            put(f"mean@{n}", accuracies)
         for k in ks if "pass" in kinds else ():
-            put(f"pass@{k}", lambda p, k=k: pass_at_k(sum(p.right), len(p.right), k))
+            put(f"pass@{k}", [pass_at_k(sum(p.right), len(p.right), k) for p in problems])
         if "maj" in kinds and all(p.votes is not None for p in problems):
             for k in ks:
-                put(f"maj@{k}", partial(maj_at, k=k))
+                put(f"maj@{k}", [maj_at(p, k) for p in problems])
     calls = sum(sum(p.calls) for p in problems)
     if calls:
         metrics["tool_calls"] = calls / completions
@@ -152,7 +148,7 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
     for column in dict.fromkeys(c for p in problems for c in p.breakdown):
         for value in sorted({p.breakdown[column] for p in problems if column in p.breakdown}):
             among = [p for p in problems if p.breakdown.get(column) == value]
-            put(f"{column}/{value}/accuracy", lambda p: p.accuracy, among)
+            put(f"{column}/{value}/accuracy", [p.accuracy for p in among], among)
             metrics[f"{column}/{value}/n"] = float(len(among))
     return metrics
 

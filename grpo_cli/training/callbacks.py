@@ -201,8 +201,8 @@ class Callbacks:
     def _call(self, run: Run, hook: str, **facts: Any) -> None:
         if hook not in self.hooks:
             return
-        known: dict[str, Any] = {"step": run.state.step, "metrics": self._newest} | facts
         outcome = Outcome()
+        known: dict[str, Any] = {"step": run.state.step, "metrics": self._newest} | facts
         self._recipe = self._recipe or as_text(asdict(run.recipe))
         with heartbeat.inside("callbacks"):
             for callback in self.loaded:
