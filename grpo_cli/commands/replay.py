@@ -91,20 +91,12 @@ def main(argv: list[str]) -> None:
         step_stats = train.fill_logprobs(live, step, step.batch)
         assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
         metrics = train.update_policy(live, step)
-    checks = compared(recorded, metrics, settings.tolerance)
-    data = {
-        "run": str(run.path),
-        "step": number,
-        "device": str(live.workers.device),
-        "processes": processes,
-        "checks": checks,
-    }
+    checks, device = compared(recorded, metrics, settings.tolerance), str(live.workers.device)
     if settings.json:
-        print(json.dumps(data))
+        data = {"run": str(run.path), "step": number, "device": device, "processes": processes}
+        print(json.dumps(data | {"checks": checks}))
     else:
-        print(f"{run.path}, step {number}, on {data['device']}")
-        for check in checks:
-            print(line_of(check))
+        print(f"{run.path}, step {number}, on {device}", *map(line_of, checks), sep="\n")
     wrong = [c for c in checks if not c["agrees"] and c["name"] in DECISIVE]
     if wrong:
         raise TrainingError(

@@ -51,23 +51,6 @@ class NoInterrupts(Interrupts):
         return False
 
 
-def recipe_of(path: Path, device: str | None) -> Recipe:
-    """Returns the recipe of a kept step, for one process.
-
-    Args:
-        device: device to compute on; None: the run's.
-
-    Raises:
-        UserError: the recipe cannot be read, or this version does not take it.
-    """
-    stored = provenance.read(path)
-    tree = {key: value for key, value in stored.items() if key != "defaults"}
-    recipe = prepare.parse(tree)
-    # One process shards nothing; FSDP2's offload changes no number.
-    distributed = dataclasses.replace(recipe.distributed, strategy="ddp", offload="none")
-    return dataclasses.replace(recipe, distributed=distributed, device=device or recipe.device)
-
-
 def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> tuple[Run, int]:
     """Returns the run before the step's first update, and how many processes took the step.
 
@@ -78,7 +61,8 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
         trust: whether any model that the step names is loaded.
 
     Raises:
-        UserError: the step is damaged or of another version, or the model is gone.
+        UserError: the step is damaged or of another version, or the model is gone; its recipe
+            cannot be read, or this version does not take it.
     """
     if wrong := manifest.verify(path):
         raise UserError(f"{path}: {wrong}; resume the run before this step to keep it again.")
@@ -86,7 +70,12 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
     own = saved[ENTRY]
     if not trust:
         provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
-    recipe = recipe_of(path, device)
+    stored = provenance.read(path)
+    recipe = prepare.parse({key: value for key, value in stored.items() if key != "defaults"})
+    # One process shards nothing; FSDP2's offload changes no number.
+    distributed = dataclasses.replace(recipe.distributed, strategy="ddp", offload="none")
+    device = device or recipe.device
+    recipe = dataclasses.replace(recipe, distributed=distributed, device=device)
     workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
     reporter = Reporter(recipe, folder, main=False)  # it writes and prints nothing
     transformers.set_seed(derive_seed(recipe.seed, 0) % 2**32)
