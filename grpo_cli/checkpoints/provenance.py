@@ -162,7 +162,7 @@ ALLOWED = _these(
     },
     benchmark={
         "*": _these(
-            "title column subset split columns limit system chat examples shots breakdown "
+            "title column subset split columns system chat examples shots breakdown "
             "max_completion_tokens stop",
             data=_data, modes={"*": _these("prompt tools title published")}, reward=_shipped,
             args=ARGS,

@@ -377,7 +377,6 @@ class Benchmark:
     columns: dict[str, str] = knob(
         {}, "Columns to rename before they are used, as new_name: old_name."
     )
-    limit: int | None = at_least_1(None, "Use only the first N rows.")
     modes: dict[str, Mode] = field(
         default_factory=_modes,
         metadata={

@@ -61,7 +61,7 @@ def load_rows(config: Dataset, split: str) -> Rows:
     table = load_table(source, config.subset, name, key)
     table = rename_columns(table, config.columns, source, "dataset.columns")
     limit = config.train_limit if split == "train" else config.eval_limit
-    table = first_rows(table, [limit], source, key)
+    table = first_rows(table, limit, source, key)
     templates = {"dataset.prompt": config.prompt}
     if config.solution is not None and split == "train":
         templates["dataset.solution"] = config.solution
@@ -92,7 +92,7 @@ def load_named(part: NamedRows, whole: Dataset, key: str) -> tuple[Rows, Dataset
             f"{key}.data = {source}: has a column {DATASET!r}, which in a mixture is the name of "
             f"the data set; rename it with {key}.columns.NAME={DATASET}."
         )
-    table = first_rows(table, [part.limit], source, f"{key}.data")
+    table = first_rows(table, part.limit, source, f"{key}.data")
     templates = {f"{key}.prompt" if part.prompt is not None else "dataset.prompt": config.prompt}
     if config.solution is not None and isinstance(part, MixturePart):
         solution_key = f"{key}.solution" if solution is not None else "dataset.solution"
@@ -149,13 +149,13 @@ def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
     return files.undecoded(load_local(path, subset, split, key))
 
 
-def first_rows(table: Any, limits: Sequence[int | None], source: str, key: str) -> Any:
-    """Truncates a table to the smallest of the limits.
+def first_rows(table: Any, limit: int | None, source: str, key: str) -> Any:
+    """Truncates a table to its first `limit` rows.
 
     Raises:
         UserError: the table is empty.
     """
-    count = min([len(table), *(limit for limit in limits if limit is not None)])
+    count = len(table) if limit is None else min(len(table), limit)
     if count == 0:
         raise UserError(f"{key} = {source}: the data set is empty.")
     return table.select(range(count)) if count < len(table) else table

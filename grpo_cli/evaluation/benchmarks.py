@@ -47,7 +47,7 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
 
     Args:
         name: the benchmark's name, as in recipes and messages.
-        limit: largest number of rows, in addition to `benchmark.NAME.limit`.
+        limit: largest number of rows.
 
     Raises:
         UserError: data that cannot be loaded, a prompt or a reward that needs a missing column, a
@@ -57,7 +57,7 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
     table = tables.load_table(source, config.subset, config.split, f"{key}.data")
     table = rename_columns(table, name, config, source)
     check_breakdown(name, config, table.column_names, source)
-    table = tables.first_rows(table, (config.limit, limit), source, f"{key}.data")
+    table = tables.first_rows(table, limit, source, f"{key}.data")
     templates = {f"{key}.modes.{mode}.prompt": t for mode, t in config.prompts.items()}
     for column in named_by(templates.values()):
         _check_column(column, table.column_names, name, source, f"{key}: a template")

@@ -41,7 +41,7 @@ READ_OF_COMPLETIONS = (
     "hydra.",
 )  # fmt: skip
 READ_OF_THEIR_BENCHMARK = (
-    "data", "subset", "split", "columns", "limit", "modes", "reward", "args", "breakdown",
+    "data", "subset", "split", "columns", "modes", "reward", "args", "breakdown",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def load(
         path: .jsonl, .json, .csv or .parquet, perhaps .gz; or a folder that holds completions.
         columns: columns to rename in the file, as new name: old name.
         name: the benchmark's name.
-        limit: largest number of problems, in addition to `benchmark.NAME.limit`.
+        limit: number of the benchmark's rows, from the first, whose completions are loaded.
         mode: use only completions of this mode, if the file records modes.
         max_pixels: larger images in the benchmark's data are resized to it.
 
@@ -93,17 +93,16 @@ def load(
             f"benchmark.{name}.reward: {config.reward} needs completion_ids, and {path} has no "
             "column of that name; what `grpo eval` has written has one."
         )
-    limits = [n for n in (config.limit, limit) if n is not None]
     rows = None
     if all(column in there for column in benchmarks.needed_columns(name, config)):
         problems = _with_own_answers(samples, path, name, config)
     else:
-        rows = benchmarks.load(name, dataclasses.replace(config, limit=None))
-        problems = _joined(samples, rows, path, name, config, min(limits, default=None))
+        rows = benchmarks.load(name, config)
+        problems = _joined(samples, rows, path, name, config, limit)
     benchmarks.check_breakdown(name, config, [*problems[0][1]], str(path), "columns")
-    problems = [p for p in sorted(problems, key=itemgetter(0)) if not limits or p[0] < min(limits)]
+    problems = [p for p in sorted(problems, key=itemgetter(0)) if limit is None or p[0] < limit]
     if not problems:
-        raise UserError(f"completions = {path}: none is of the first {min(limits)} rows of {name}.")
+        raise UserError(f"completions = {path}: none is of the first {limit} rows of {name}.")
     groups = []
     for row, cells, own in problems:
         first = own[0]
@@ -118,7 +117,7 @@ def load(
     ends = [s.columns.get("finish_reason") for _, _, own in problems for s in own]
     return StoredGroups(
         groups=groups,
-        rows=None if rows is None else min([len(rows.rows), *limits]),
+        rows=None if rows is None else min(len(rows.rows), limit or len(rows.rows)),
         ends_known=all(ends),
         is_benchmark=rows is not None or "benchmark" in there,
     )

@@ -144,11 +144,9 @@ def test_worked_examples_are_right(name: str, shipped: Callable[..., Benchmark])
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_file_takes_the_place_of_the_hub(name: str, shipped: Callable[..., Benchmark]) -> None:
-    found = shipped(name, data=sample_of(name), limit=5)
-    rows = benchmarks.load(name, found)
+    found = shipped(name, data=sample_of(name))
+    rows = benchmarks.load(name, found, limit=5)
     assert len(rows.rows) == 5
-    assert len(benchmarks.load(name, found, limit=3).rows) == 3
-    assert len(benchmarks.load(name, found, limit=9).rows) == 5
     assert "question" in rows.columns
     assert set(found.breakdown) <= set(rows.columns)
     assert set(benchmarks.gold_columns(name, found)) <= set(rows.columns)
