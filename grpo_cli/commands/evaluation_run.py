@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +76,7 @@ def _evaluate_model(
     identity = workers.first(own_hash) or commit or path
     try:
         generator.update_weights(model, 0)
-        journal = Journal(prepared.folder, workers, key_of(recipe, tasks, identity))
+        journal = Journal(prepared.folder, workers, key_of(settings, tasks, identity))
         results = solved(evaluator, journal, reporter, "eval")
     finally:
         generator.close()
@@ -208,18 +206,7 @@ def finish(
                 reporter.say(f"moved the earlier evaluation (other settings) to {before}")
 
 
-def key_of(recipe: Recipe, tasks: Sequence[Task], identity: str) -> str:
-    """Returns a hash of everything that completions and their scores depend on."""
-    generation, precision = dataclasses.asdict(recipe.generation), recipe.mixed_precision
-    parts: list[Any] = [identity, generation, precision, recipe.model.dtype]
-    parts += [recipe.model.args] if recipe.model.args else []
-    if recipe.has_episodes and not recipe.benchmark:
-        parts += [recipe.tools, recipe.rollout]
-        parts += [dataclasses.asdict(recipe.environment), dataclasses.asdict(recipe.episode)]
-    for task in tasks:
-        terms = [(t.path, dict(t.args), t.spec.weight) for t in task.scorer.rewards.values()]
-        parts.append([task.label, task.seed, task.num_samples, repr(task.sampling), terms])
-        parts.append([p.ids for p in task.prompts])
-        parts.append([p.columns for p in task.prompts])
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+def key_of(settings: Mapping[str, Any], tasks: Sequence[Task], identity: str) -> str:
+    """Returns a hash of everything that completions depend on: model, settings and prompts."""
+    prompts = [(task.label, [(p.ids, p.columns) for p in task.prompts]) for task in tasks]
+    return hash_of([identity, settings["settings_hash"], prompts])
