@@ -118,15 +118,7 @@ class Sessions(Workers[_Worker]):
     def __init__(
         self, settings: EnvironmentSettings, tools: Mapping[str, str] | None = None
     ) -> None:
-        self.spec = Spec(
-            path=settings.path,
-            args=dict(settings.args),
-            by_name=dict(settings.by_name),
-            mcp=settings.mcp,
-            tools=dict(tools or {}),
-            seconds=settings.seconds,
-        )
-        self._inbox: list[_Call] = []
+        self.spec = Spec(**vars(settings), tools=dict(tools or {}))
         self._numbers = itertools.count(1)
         super().__init__("environments", settings.workers or own_cores(), settings.memory_gb)
 
@@ -173,12 +165,7 @@ class Sessions(Workers[_Worker]):
     def submit(self, kind: str, session: Session, payload: Any) -> Future[Any]:
         """Queues a call; its future always completes. Thread-safe."""
         call = _Call(session, Request(next(self._numbers), session.number, kind, payload))
-        with self.lock:
-            if self.ended is None:
-                self._inbox.append(call)
-            else:
-                call.fail(EnvironmentFailure("env_error", self.ended, own=False))
-        self.wake()
+        self.hand_over(call)
         return call.future
 
     def close(self) -> None:
@@ -202,7 +189,7 @@ class Sessions(Workers[_Worker]):
     def take_calls(self) -> None:
         """Assigns the new calls to workers, and sends each worker its calls."""
         with self.lock:
-            calls, self._inbox = self._inbox, []
+            calls, self.inbox = self.inbox, []
         for call in calls:
             if call.request.kind == "abandon":
                 self._abandon(call.session, call)
@@ -218,7 +205,7 @@ class Sessions(Workers[_Worker]):
         worker = call.session.worker or self._least_loaded()
         if worker is None:
             with self.lock:
-                self._inbox.append(call)  # until a worker can be started
+                self.inbox.append(call)  # until a worker can be started
             return
         call.session.worker = worker
         worker.sessions.add(call.session)
@@ -360,16 +347,18 @@ class Sessions(Workers[_Worker]):
         else:
             call.fail(_bystander(text))
 
+    def fail(self, call: _Call, reason: str) -> None:
+        """Fails a call that no worker has taken."""
+        call.fail(EnvironmentFailure("env_error", reason, own=self.ended is None))
+
     def fail_waiting(self, reason: str) -> None:
-        """Fails the calls that no worker has yet."""
-        with self.lock:
-            calls, self._inbox = self._inbox, []
+        """Fails the calls that no worker has taken yet."""
         for worker in self.workers:
             if not worker.ready:
-                calls += worker.queue
-                worker.queue = []
-        for call in calls:
-            call.fail(EnvironmentFailure("env_error", reason, own=self.ended is None))
+                queue, worker.queue = worker.queue, []
+                for call in queue:
+                    self.fail(call, reason)
+        super().fail_waiting(reason)
 
 
 def _lost_answers(message: Message, late: bool, text: str) -> Observation:

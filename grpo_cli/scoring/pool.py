@@ -6,7 +6,6 @@ replaced, and no other call waits. Python's own pools cannot kill a worker.
 
 from __future__ import annotations
 
-import collections
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -60,18 +59,12 @@ class Pool(Workers[_Worker]):
         self, size: int, memory_gb: float | None = 4.0, preload: Sequence[str] = ()
     ) -> None:
         self.preload = list(preload)
-        self._queue: collections.deque[tuple[Call, Future[CallResult]]] = collections.deque()
         super().__init__("reward-pool", size, memory_gb)
 
     def submit(self, call: Call) -> Future[CallResult]:
         """Queues a call. Its future always completes with a `CallResult`."""
         future: Future[CallResult] = Future()
-        with self.lock:
-            if self.ended is None:
-                self._queue.append((call, future))
-            else:
-                future.set_result(CallResult(error=self.ended))
-        self.wake()
+        self.hand_over((call, future))
         return future
 
     def close(self) -> None:
@@ -81,15 +74,15 @@ class Pool(Workers[_Worker]):
     def take_calls(self) -> None:
         """Starts one worker per call, up to `size`, and sends calls to idle workers."""
         busy = sum(worker.job is not None for worker in self.workers)
-        while len(self.workers) < min(self.size, len(self._queue) + busy):
+        while len(self.workers) < min(self.size, len(self.inbox) + busy):
             if self.start_worker(self.preload) is None:
                 break
         for worker in self.workers:
             if worker.ready and worker.job is None:
                 with self.lock:
-                    if not self._queue:
+                    if not self.inbox:
                         return
-                    worker.job = self._queue.popleft()
+                    worker.job = self.inbox.pop(0)
                 self._send(worker, worker.job[0])
 
     def _send(self, worker: _Worker, call: Call) -> None:
@@ -133,9 +126,6 @@ class Pool(Workers[_Worker]):
             seconds = worker.job[0].seconds if late else 0.0
             self.received(worker, CallResult(seconds=seconds, error=reason, timed_out=late))
 
-    def fail_waiting(self, reason: str) -> None:
-        """Completes the queued calls with an error."""
-        with self.lock:
-            calls, self._queue = self._queue, collections.deque()
-        for _, future in calls:
-            future.set_result(CallResult(error=reason))
+    def fail(self, call: tuple[Call, Future[CallResult]], reason: str) -> None:
+        """Completes a queued call with an error."""
+        call[1].set_result(CallResult(error=reason))

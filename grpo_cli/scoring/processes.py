@@ -69,7 +69,8 @@ class Workers(Generic[AnyWorker]):
     def __init__(self, name: str, size: int, memory_gb: float | None) -> None:
         self.size, self.memory_gb = size, memory_gb
         self.workers: list[AnyWorker] = []
-        self.lock = threading.Lock()  # guards `ended`, and the calls that callers hand over
+        self.lock = threading.Lock()  # guards `inbox` and `ended`
+        self.inbox: list[Any] = []  # calls that callers have handed over
         self.ended: str | None = None  # reason of the end
         self._failed_starts = 0  # consecutive failures
         self.start_error: str | None = None  # why no process could be started
@@ -78,6 +79,15 @@ class Workers(Generic[AnyWorker]):
         self._ring.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def hand_over(self, call: Any) -> None:
+        """Queues a call for the workers; after their end it fails. Thread-safe."""
+        with self.lock:
+            if self.ended is None:
+                self.inbox.append(call)
+            else:
+                self.fail(call, self.ended)
+        self.wake()
 
     def wake(self) -> None:
         """Ends the thread's wait, so that it takes new calls. Thread-safe."""
@@ -117,9 +127,16 @@ class Workers(Generic[AnyWorker]):
         """Ends the calls of a worker that has been killed."""
         raise NotImplementedError
 
-    def fail_waiting(self, reason: str) -> None:
-        """Ends the calls that no worker has yet."""
+    def fail(self, call: Any, reason: str) -> None:
+        """Ends a call that no worker has taken."""
         raise NotImplementedError
+
+    def fail_waiting(self, reason: str) -> None:
+        """Ends the calls that no worker has taken yet."""
+        with self.lock:
+            calls, self.inbox = self.inbox, []
+        for call in calls:
+            self.fail(call, reason)
 
     # The thread
 
