@@ -33,6 +33,7 @@ from pydantic import (
     ValidationError,
 )
 
+from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.config.user_code import import_module, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, result_of
 from grpo_cli.environments.functions import (
@@ -58,16 +59,11 @@ class Broken(Exception):  # noqa: N818
     """An environment violated the protocol; the message says how."""
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The settings of environments for a worker process. Picklable."""
+@dataclass
+class Spec(EnvironmentSettings):
+    """The recipe's `environment` and `tools`, as worker processes receive them."""
 
-    path: str | None = None
-    args: Mapping[str, Any] = field(default_factory=dict)
-    by_name: Mapping[str, str] = field(default_factory=dict)
-    mcp: str | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 30.0  # deadline of each call
 
     @property
     def has_state(self) -> bool:
@@ -105,7 +101,7 @@ class Maker:
         for name in self.spec.names if self.spec.path or self.spec.by_name else ():
             where, call, _ = self._class(name)
             if inspect.isclass(call) and manner_of(call, where) == "trl":
-                methods_of(call, where)
+                methods_of(call, where)  # type: ignore[arg-type]
 
     async def close(self) -> None:
         """Closes the connections that rollouts share."""
@@ -143,7 +139,7 @@ class Maker:
             raise Broken(f"{where}: its constructor raised {blame(error)}") from error
         if manner_of(type(given), where) == "ours":
             return MessageEnvironment(given, functions)
-        methods = methods_of(type(given), where)
+        methods = methods_of(type(given), where)  # type: ignore[arg-type]
         bound = {n: replace(t, function=getattr(given, n)) for n, t in methods.items()}
         return TrlEnvironment(given, functions.joined(bound, where), bool(self.spec.by_name))
 
@@ -158,7 +154,8 @@ class Maker:
         """
         if name in self._found:
             return self._found[name]
-        args, by_name = self.spec.args, self.spec.by_name
+        by_name = self.spec.by_name
+        args: Mapping[str, Any] = self.spec.args
         key, path = "environment.path", str(self.spec.path)
         if by_name:
             if name not in by_name:

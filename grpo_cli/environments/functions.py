@@ -85,7 +85,7 @@ class Tool:
         """Returns the arguments of a call, with strings converted to the schema's types.
 
         Raises:
-            ValueError: they do not match the schema; the message is for the model.
+            ToolError: they do not match the schema; the message is for the model.
         """
         if given is None or given == "":
             given = {}
@@ -93,25 +93,25 @@ class Tool:
             try:
                 given = json.loads(given)
             except ValueError as error:
-                raise ValueError(f"the arguments are not valid JSON: {error}") from None
+                raise ToolError(f"the arguments are not valid JSON: {error}") from None
         if not isinstance(given, Mapping):
-            raise ValueError(f"the arguments must be an object, not {json_type(given)}")
+            raise ToolError(f"the arguments must be an object, not {json_type(given)}")
         parameters = self.schema["function"].get("parameters") or {}
         known = parameters.get("properties") or {}
         arguments = {str(k): converted(v, known.get(k, {})) for k, v in given.items()}
         missing = [name for name in parameters.get("required", ()) if name not in arguments]
         unknown = [name for name in arguments if name not in known]
         if missing:
-            raise ValueError(f"missing argument {missing[0]!r}; arguments: {listed(known)}")
+            raise ToolError(f"missing argument {missing[0]!r}; arguments: {listed(known)}")
         # Some servers' schemas do not describe their arguments.
         if unknown and not parameters.get("additionalProperties", "properties" not in parameters):
-            raise ValueError(f"unknown argument {unknown[0]!r}; arguments: {listed(known)}")
+            raise ToolError(f"unknown argument {unknown[0]!r}; arguments: {listed(known)}")
         wrong = None
         with contextlib.suppress(Exception):  # an invalid schema: the server checks the arguments
             wrong = next(self._validator.iter_errors(arguments), None)  # type: ignore[attr-defined]
         if wrong is not None:
             at = ".".join(map(str, wrong.absolute_path))
-            raise ValueError(f"argument {at!r}: {shortened(wrong.message, 500)}")
+            raise ToolError(f"argument {at!r}: {shortened(wrong.message, 500)}")
         return arguments
 
 
@@ -182,15 +182,10 @@ class Functions:
     async def _result(self, name: str, call: Mapping[str, Any]) -> tuple[str, bool, bool]:
         """Returns (text of the answer, whether the call failed, whether it timed out)."""
         tool = self.tools.get(name)
-        if tool is None:
-            known = listed(self.tools)
-            return failure(f"there is no tool {name!r}; there are: {known}"), True, False
         try:
-            arguments = tool.arguments(call["function"].get("arguments"))
-        except ValueError as error:
-            return failure(str(error)), True, False
-        try:
-            result = tool.function(**arguments)
+            if tool is None:
+                raise ToolError(f"there is no tool {name!r}; there are: {listed(self.tools)}")
+            result = tool.function(**tool.arguments(call["function"].get("arguments")))
             if inspect.isawaitable(result):
                 result = await self.deadlines.within(result)
             return as_text(result), False, False

@@ -110,15 +110,15 @@ class Host:
     def _abandon(self, number: int) -> None:
         """Releases a session; its call is cancelled first, and may take time to end."""
         session, run = self._sessions.pop(number, None), self._runs.pop(number, None)
-        if run is not None:
-            assert run.task is not None
-            run.task.cancel()
+        task = run.task if run is not None else None
+        if task is not None:
+            task.cancel()
         if session is None:
             return
-        if run is None:
+        if task is None:
             self._release(session, is_clean=True)
         else:
-            self._until_done(run.task, lambda: self._release(session, is_clean=False))
+            self._until_done(task, lambda: self._release(session, is_clean=False))
 
     def _until_done(self, task: asyncio.Task[Any], then: Callable[[], None]) -> None:
         def ended(_: Any) -> None:

@@ -70,8 +70,6 @@ def fault(what: str) -> Any:
         raise KeyboardInterrupt
     if what == "raise":
         raise RuntimeError("on purpose")
-    if what == "recursion":
-        return fault(what)
     if what == "memory":
         return bytearray(64 * 2**30)
     if what == "fork" and os.fork() == 0:

@@ -16,7 +16,6 @@ from grpo_cli.environments.deadlines import (
     GRACE,
     Deadlines,
     Mark,
-    Overrun,
     Run,
     Streams,
     seed_everything,
@@ -55,26 +54,6 @@ def test_the_mark_says_which_call_holds_the_thread_and_until_when(mark: Mark) ->
     assert mark.read()[0] == 0
     mark.beat()
     assert begun <= mark.read()[2] <= time.monotonic()
-
-
-def test_a_call_may_wait_for_a_part_of_itself_until_the_deadline() -> None:
-    async def waits(seconds: float) -> str:
-        await asyncio.sleep(seconds)
-        return "there"
-
-    deadlines = Deadlines(0.05)
-
-    async def tries() -> list[Any]:
-        found: list[Any] = []
-        for seconds in (0.0, 60.0, 0.0):
-            deadlines.begin()
-            try:
-                found.append(await deadlines.within(waits(seconds)))
-            except Overrun as late:
-                found.append(str(late))
-        return found
-
-    assert call(deadlines, tries()) == ["there", "took more than 0.05 s and was stopped", "there"]
 
 
 def test_random_streams_belong_to_sessions() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_cli.environments.functions import (
     Functions,
+    ToolError,
     as_text,
     load_tools,
     make_tool,
@@ -131,7 +132,7 @@ def test_types_of_transformers_schemas(given: dict[str, Any], expected: Any) -> 
     if isinstance(expected, list):
         assert typed(**tool.arguments(given)) == expected
         return
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    with pytest.raises(ToolError, match=re.escape(expected)):
         tool.arguments(given)
 
 

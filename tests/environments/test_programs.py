@@ -249,22 +249,6 @@ def test_an_endless_output_is_stopped_and_its_middle_left_out(
     )
 
 
-@pytest.mark.parametrize(
-    ("most", "expected"),
-    [
-        (10, "0123456789"),
-        (9, "01234\n[... 1 characters left out ...]\n6789"),
-        (1, "0\n[... 9 characters left out ...]\n"),
-    ],
-)
-def test_long_output_keeps_its_beginning_and_its_end(
-    most: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpo_cli.environments.program_calls.OUTPUT_CHARACTERS", most)
-    answer = execute(["print('0123456789')"], QUICK)
-    assert answer == Answer(expected)
-
-
 def test_blocks_that_are_run_again_draw_the_same_numbers() -> None:
     draw = "import random\na = random.random(), random.Random().random()"
     first = execute([f"{draw}\na"], QUICK).text

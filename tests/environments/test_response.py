@@ -19,6 +19,10 @@ CALL = ("multiply", {"a": 6, "b": 7})
 IN_JSON = {"hermes": "<tool_call>{}</tool_call>", "llama3": "{}", "mistral": "[TOOL_CALLS][{}]"}
 
 
+def h(body: str) -> str:
+    return f"<tool_call>{body}</tool_call>"
+
+
 def parse(form: str, text: str, prefix: str = "") -> dict[str, Any]:
     return ResponseParser(FORMATS[form]).parse(text, prefix, [MULTIPLY])
 
@@ -35,24 +39,14 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
         ("hermes", f"I multiply.\n{HERMES}", "I multiply.", [CALL]),
         ("hermes", f"{HERMES}\n{HERMES}", "", [CALL, CALL]),
         ("hermes", HERMES.removesuffix("</tool_call>"), "", [CALL]),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", {})]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", {})]),
+        ("hermes", h('{"name": "f"}'), "", [("f", {})]),
+        ("hermes", h('{"name": "f", "arguments": null}'), "", [("f", {})]),
+        ("hermes", h('{"name": "f", "arguments": ""}'), "", [("f", {})]),
+        ("hermes", h('{"name": "multiply", "arguments": "{\\"a\\": 6, \\"b\\": 7}"}'), "", [CALL]),
+        ("hermes", h('{"name": "multiply", "arguments": {"a": "6", "b": 7}}'), "", [CALL]),
         (
             "hermes",
-            '<tool_call>{"name": "multiply", "arguments": "{\\"a\\": 6, \\"b\\": 7}"}</tool_call>',
-            "",
-            [CALL],
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "multiply", "arguments": {"a": "6", "b": 7}}</tool_call>',
-            "",
-            [CALL],
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "multiply", "arguments": {"note": "7", "x": "7"}}</tool_call>',
+            h('{"name": "multiply", "arguments": {"note": "7", "x": "7"}}'),
             "",
             [("multiply", {"note": "7", "x": "7"})],
         ),
@@ -62,12 +56,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
             "",
             [("é", {"日": "é"})],
         ),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>',
-            "",
-            [("f", {"a": 2})],
-        ),
+        ("hermes", h('{"name": "f", "arguments": {"a": 1, "a": 2}}'), "", [("f", {"a": 2})]),
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": {"t": "</x>"}}',
@@ -76,7 +65,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
         ),
         ("qwen3_5", QWEN3_5, "", [CALL]),
         ("qwen3_5", f"Well.\n\n{QWEN3_5}{QWEN3_5}", "Well.", [CALL, CALL]),
-        ("qwen3_5", "<tool_call><function=f></function></tool_call>", "", [("f", {})]),
+        ("qwen3_5", h("<function=f></function>"), "", [("f", {})]),
         (
             "qwen3_5",
             "<tool_call><function=multiply><parameter=note>\n7\n8\n</parameter></function>",
@@ -85,7 +74,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
         ),
         (
             "qwen3_5",
-            "<tool_call><function=multiply><parameter=a>x</parameter></function></tool_call>",
+            h("<function=multiply><parameter=a>x</parameter></function>"),
             "",
             [("multiply", {"a": "x"})],
         ),
@@ -129,11 +118,11 @@ def test_an_answer_has_no_calls(form: str, text: str) -> None:
         ("hermes", "<tool_call>{</tool_call>", "not valid JSON"),
         ("hermes", HERMES[:-20], "not valid JSON"),
         ("hermes", f"<tool_call>{HERMES}</tool_call>", "not valid JSON"),
-        ("hermes", "<tool_call>6</tool_call>", "must have a name and arguments; found: 6"),
-        ("hermes", '<tool_call>["multiply"]</tool_call>', "must have a name"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "must have a name"),
-        ("hermes", '<tool_call>{"name": 6}</tool_call>', "name of a call must be text, not 6"),
-        ("hermes", '<tool_call>{"name": ""}</tool_call>', "must be text"),
+        ("hermes", h("6"), "must have a name and arguments; found: 6"),
+        ("hermes", h('["multiply"]'), "must have a name"),
+        ("hermes", h('{"arguments": {}}'), "must have a name"),
+        ("hermes", h('{"name": 6}'), "name of a call must be text, not 6"),
+        ("hermes", h('{"name": ""}'), "must be text"),
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": [6]}',
@@ -149,12 +138,12 @@ def test_an_answer_has_no_calls(form: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}', "surrogates"),
         ("hermes", "<tool_call>" + "[" * 100_000, "not valid JSON"),
         ("hermes", '<tool_call>{"name": ' + "1" * 10_000, "not valid JSON"),
-        ("hermes", "<tool_call></tool_call>" * 2_000, "more than 1,000 calls"),
-        ("qwen3_5", "<tool_call>multiply(6, 7)</tool_call>", "must be <function=NAME>"),
+        ("hermes", h("") * 2_000, "more than 1,000 calls"),
+        ("qwen3_5", h("multiply(6, 7)"), "must be <function=NAME>"),
         ("qwen3_5", "<tool_call>\n" + XML, "must be <function=NAME>"),
-        ("qwen3_5", "<tool_call><function=f</function></tool_call>", "not closed by >"),
-        ("qwen3_5", "<tool_call><function=></function></tool_call>", "must be text"),
-        ("qwen3_5", "<tool_call><function=f>6</function></tool_call>", "must be <parameter=NAME>"),
+        ("qwen3_5", h("<function=f</function>"), "not closed by >"),
+        ("qwen3_5", h("<function=></function>"), "must be text"),
+        ("qwen3_5", h("<function=f>6</function>"), "must be <parameter=NAME>"),
         ("qwen3_5", "<tool_call><function=f><parameter=a></function>", "must be <parameter=NAME>"),
         ("llama3", '{"name": "multiply", "parameters": {"a": 6', "not valid JSON"),
         ("llama3", '<|python_tag|>print("a")', "not valid JSON"),

@@ -11,9 +11,6 @@ from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import Deadlines
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.session_worker import Host, Reply, Request
-from tests.environments.messages import says
-
-GUESS = Spec(path="tests.environments.samples:Guess")
 
 
 def answers(spec: Spec, *requests: Request) -> list[Reply]:
@@ -30,19 +27,6 @@ def answers(spec: Spec, *requests: Request) -> list[Reply]:
 
     asyncio.run(ask())
     return replies
-
-
-def test_a_host_answers_calls_of_sessions() -> None:
-    replies = answers(
-        GUESS,
-        Request(1, 7, "reset", ("", {}, 0)),
-        Request(2, 7, "step", says("-1")),
-        Request(3, 7, "finish"),
-        Request(4, 8, "schemas", ""),
-    )
-    assert [r.number for r in replies] == [1, 2, 3, 4]
-    assert replies[1].result.messages == [{"role": "user", "content": "higher"}]
-    assert replies[3].result == []
 
 
 class Raises:
