@@ -148,20 +148,6 @@ def _check_split(split: str, there: Sequence[str], path: Path, key: str) -> None
         )
 
 
-def load_file(path: Path, key: str) -> Any:
-    """Loads the rows of a file, as `load_local` does.
-
-    Args:
-        key: name of the file in error messages.
-
-    Raises:
-        UserError: a missing file, a malformed line, no rows.
-    """
-    if path.is_dir():
-        return load_files([path], key, path)  # raises the error
-    return load_files(find_files(path, None, "", key), key, path)
-
-
 def stream_files(
     paths: Sequence[Path], key: str, source: Path, start: int
 ) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
 from grpo_cli.data import images as images_of_rows
-from grpo_cli.data.files import load_file, undecoded
+from grpo_cli.data.files import find_files, load_files, undecoded
 from grpo_cli.data.rows import Rows, rename_columns
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.images import ImageError, StoredImage
@@ -147,7 +147,8 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
     Raises:
         UserError: a missing file or column, a malformed line, a completion that is not text.
     """
-    table = undecoded(rename_columns(load_file(path, key), columns, str(path), "columns"))
+    table = load_files(find_files(path, None, "", key), key, path)
+    table = undecoded(rename_columns(table, columns, str(path), "columns"))
     if "completion" not in table.column_names:
         raise UserError(
             f"{key} = {path}: has no column 'completion'; it has {listed(table.column_names)}. "
@@ -173,10 +174,9 @@ def sample_of(line: dict[str, Any], number: int, where: str, rows: Rows | None =
     images: tuple[StoredImage, ...] = ()
     if rows is not None:
         prompt, images, of_images = _images(rows, number, line, prompt, of_data)
-        of_data |= of_images
-    cells = {**line, "columns": None, **of_data}
-    for name in ("columns", "prompt"):
-        cells.pop(name, None)
+        of_data = {**of_data, **of_images}
+    cells = {**{name: cell for name, cell in line.items() if name != "columns"}, **of_data}
+    cells.pop("prompt", None)
     text = cells.pop("completion")
     if isinstance(text, list) and text and isinstance(text[-1], dict):  # messages of a chat
         text = text[-1].get("content")

@@ -141,7 +141,7 @@ def test_text_beside_numbers_stays_the_text_it_is(
 ) -> None:
     path = tmp_path / "rows.json"
     path.write_text(as_text(MIXED), "utf-8")
-    found = list(files.load_file(path, "dataset.train"))
+    found = list(files.load_local(path, None, "", "dataset.train"))
     answers = ["7", "007", "1.50", "true", "null", None, "1.5", "false"]
     assert [row["answer"] for row in found] == answers
     assert [row["level"] for row in found] == list(range(1, 9)), "a column of numbers stays one"

@@ -111,14 +111,14 @@ def test_a_file_holds_an_image_once_for_all_completions(
 ) -> None:
     noise = [
         encoded(PIL.Image.fromarray(np.random.default_rng(n).integers(0, 256, (176, 176), "u1")))
-        for n in range(44)
+        for n in range(12)
     ]
     rows = [{"prompt": "?", "image": {"bytes": one}} for one in noise]
     path = tmp_path / "a.parquet"
     write_groups(path, image_groups(rows, 60, None))
     total = sum(map(len, noise))
     assert total < path.stat().st_size < 1.2 * total
-    monkeypatch.setattr(reporter, "ROW_GROUP_BYTES", 600 * len(noise[0]))
+    monkeypatch.setattr(reporter, "ROW_GROUP_BYTES", 150 * len(noise[0]))
     write_groups(path, image_groups(rows, 60, None))
     assert pyarrow.parquet.ParquetFile(path).num_row_groups == 5
     stored = pyarrow.parquet.read_table(path)["images"].to_pylist()
