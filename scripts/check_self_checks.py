@@ -14,7 +14,7 @@ import contextlib
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from grpo_cli.generation.sampling import Sampling  # noqa: E402
 from grpo_cli.models import adapters, packing, policy_logprobs  # noqa: E402
 from grpo_cli.models.attention import Layout, Prefix  # noqa: E402
 from grpo_cli.models.policy_logprobs import PolicyLogprobs  # noqa: E402
-from grpo_cli.models.token_logprobs import linear_logprobs  # noqa: E402
 from grpo_cli.models.vision import PositionIds  # noqa: E402
 from grpo_cli.records import Prompt, Rollout, sampled_mask  # noqa: E402
 
@@ -101,10 +100,7 @@ def reason(
         generator.generate([r.prompt for r in rollouts[::2]], 1, Sampling(max_tokens=1), [0, 0])
     else:
         own = PolicyLogprobs(
-            model,
-            packed=computation == "packed",
-            autocast=autocast(precision),
-            say=said.append,
+            model, packed=computation == "packed", autocast=autocast(precision), say=said.append
         )
         own.check(rollouts, 1.0)
         assert own.checked
@@ -114,37 +110,24 @@ def reason(
 # The faults. Each takes the model and what it was before its updates.
 
 
-@contextlib.contextmanager
-def patched(*patches: Any) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for one in patches:
-            stack.enter_context(one)
-        yield
+def arguments(owner: Any, name: str, change: Callable[..., tuple[Any, ...]]) -> Fault:
+    """Returns a fault in the positional arguments of a function or method."""
+    own = getattr(owner, name)
+    changed = lambda *given, **named: own(*change(*given), **named)  # noqa: E731
+    return lambda model, base: patch.object(owner, name, changed)
 
 
-def of_layout(change: Callable[[list[Any], list[Prefix]], tuple[Any, Any]]) -> Fault:
-    """Returns a fault in what the tokens of a packed row see."""
-
-    def make(segments: list[Any], prefixes: list[Prefix], *rest: Any) -> Layout:
-        return Layout(*change(segments, prefixes), *rest)
-
-    return lambda model, base: patched(patch.object(packing, "Layout", make))
+def result(owner: Any, name: str, change: Callable[[Any], Any]) -> Fault:
+    """Returns a fault in the result of a method."""
+    own = getattr(owner, name)
+    changed = lambda *given, **named: change(own(*given, **named))  # noqa: E731
+    return lambda model, base: patch.object(owner, name, changed)
 
 
-def of_attention(owner: type, change: Callable[..., tuple[Any, ...]]) -> Fault:
-    """Returns a fault in the arguments of attention."""
-    attend: Callable[..., Tensor] = owner.attend  # type: ignore[attr-defined]
-
-    def changed(self: Any, *given: Any) -> Tensor:
-        return attend(self, *change(self, *given))
-
-    return lambda model, base: patched(patch.object(owner, "attend", changed))
-
-
-def joined(segments: list[Any], prefixes: list[Prefix]) -> tuple[Any, Any]:
+def joined(segments: list[Any], prefixes: list[Prefix], *rest: Any) -> Any:
     """Joins the last two completions of a row into one segment: one sees the other."""
     *others, (start, _), (_, end) = segments
-    return [*others, (start, end)], prefixes
+    return [*others, (start, end)], prefixes, *rest
 
 
 def stale_key(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
@@ -152,22 +135,22 @@ def stale_key(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: flo
     k = k.clone()
     for p in self.prefixes:
         k[p.end - 1] = k[p.end - 2]
-    return layer, q, k, v, scale
+    return self, layer, q, k, v, scale
 
 
 def stale_step(self: DecodeBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
     """Replaces the key of each completion's third token by that of the second."""
     if self.length == 2:
         k = self.seen_keys[layer][:, :, -2]
-    return layer, q, k, v, scale
+    return self, layer, q, k, v, scale
 
 
 def rescaled(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
-    return layer, q, k, v, 1.05 * scale
+    return self, layer, q, k, v, 1.05 * scale
 
 
 def of_neighbour(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
-    return layer, q, k.roll(1, 0), v.roll(1, 0), scale
+    return self, layer, q, k.roll(1, 0), v.roll(1, 0), scale
 
 
 def without_prompt(
@@ -179,79 +162,49 @@ def without_prompt(
         self.seen_keys = [t[:, :, own] for t in self.seen_keys]
         self.seen_values = [t[:, :, own] for t in self.seen_values]
         self.seen_mask = None
-    return layer, q, k, v, scale
-
-
-def later_positions(model: PreTrainedModel, base: PreTrainedModel) -> Any:
-    add = PositionIds.add_prompt
-    return patched(patch.object(PositionIds, "add_prompt", lambda *given: add(*given) + 1))
-
-
-def later_steps(model: PreTrainedModel, base: PreTrainedModel) -> Any:
-    positions = DecodeBatch.positions
-    return patched(
-        patch.object(DecodeBatch, "positions", lambda self: [p + 1 for p in positions(self)])
-    )
-
-
-def swapped_targets(model: PreTrainedModel, base: PreTrainedModel) -> Any:
-    """Exchanges the hidden states of completions."""
-    return patched(
-        patch.object(
-            policy_logprobs,
-            "linear_logprobs",
-            lambda hidden, *given, **named: linear_logprobs(hidden.flip(0), *given, **named),
-        )
-    )
-
-
-def colder(model: PreTrainedModel, base: PreTrainedModel) -> Any:
-
-    def at(hidden: Tensor, head: Any, targets: Tensor, temperature: float, **named: Any) -> Any:
-        return linear_logprobs(hidden, head, targets, 1.05 * temperature, **named)
-
-    return patched(patch.object(policy_logprobs, "linear_logprobs", at))
-
-
-def of_logits(change: Callable[[Tensor], Tensor]) -> Fault:
-    """Returns a fault in the engine's logits."""
-    call = DirectForward.__call__
-
-    def changed(self: DirectForward, *given: Any, **named: Any) -> Tensor:
-        return change(call(self, *given, **named))
-
-    return lambda model, base: patched(patch.object(DirectForward, "__call__", changed))
+    return self, layer, q, k, v, scale
 
 
 @contextlib.contextmanager
-def stale_layer(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+def without_prefix(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+    """Hides the prompt from the engine's steps, in a shared cache too."""
+    alone = patch.object(decode_batch, "merge", lambda out, lse, *of_prompt: (out, lse))
+    with alone, arguments(DecodeBatch, "attend", without_prompt)(model, base):
+        yield
+
+
+@contextlib.contextmanager
+def around(
+    module: nn.Module, begin: Callable[[], object], end: Callable[[], None]
+) -> Iterator[None]:
+    """Calls `begin` before a packed or decoding forward of the module, and `end` after any."""
+
+    def before(_: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        if "attending" in named:
+            begin()
+
+    with (
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(lambda *_: end(), always_call=True),
+    ):
+        yield
+
+
+def stale_layer(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Gives the middle layer the weights from before the updates, where rows are packed."""
     number = len(model.model.layers) // 2
     layer, old = model.model.layers[number], base.model.layers[number]
     own = {name: p.data for name, p in layer.named_parameters()}
 
-    def before(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
-        if "attending" in named:
-            for name, p in module.named_parameters():
-                p.data = old.get_parameter(name).data
+    def give(weights: Mapping[str, Tensor]) -> None:
+        for name, p in layer.named_parameters():
+            p.data = weights[name]
 
-    def after(module: nn.Module, args: Any, out: Any) -> None:
-        for name, p in module.named_parameters():
-            p.data = own[name]
-
-    hooks = (
-        layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        layer.register_forward_hook(after, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    stale = {name: p.data for name, p in old.named_parameters()}
+    return around(layer, lambda: give(stale), lambda: give(own))
 
 
-@contextlib.contextmanager
-def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Makes the engine read the middle layer's weights from before the updates."""
     number = len(model.model.layers) // 2
     make = direct_forward.Layer.of
@@ -260,53 +213,38 @@ def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Iter
         is_stale = module is model.model.layers[number]
         return make(base.model.layers[number] if is_stale else module, prepacks=prepacks)
 
-    with patch.object(direct_forward.Layer, "of", of):
-        yield
+    return patch.object(direct_forward.Layer, "of", of)
 
 
-@contextlib.contextmanager
-def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Leaves the adapter out where rows are packed or the engine decodes."""
     off = contextlib.ExitStack()
-
-    def before(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
-        if "attending" in named:
-            off.enter_context(adapters.switched_off(model))
-
-    hooks = (
-        model.model.register_forward_pre_hook(before, with_kwargs=True),
-        model.model.register_forward_hook(lambda *_: off.close(), always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return around(model.model, lambda: off.enter_context(adapters.switched_off(model)), off.close)
 
 
+OF_HEAD = partial(arguments, policy_logprobs, "linear_logprobs")
+COLDER = OF_HEAD(lambda hidden, head, at, temperature: (hidden, head, at, 1.05 * temperature))
+SWAPPED = OF_HEAD(lambda hidden, *rest: (hidden.flip(0), *rest))
 FAULTS: dict[str, dict[str, Fault]] = {
     "packed": {
-        "positions off by one": later_positions,
-        "a row sees its neighbour": of_layout(joined),
-        "a missing prefix": of_layout(lambda segments, prefixes: (segments, [])),
-        "scale 1.05": of_attention(Layout, rescaled),
-        "temperature 1.05": colder,
-        "a stale key": of_attention(Layout, stale_key),
-        "swapped rows": swapped_targets,
+        "positions off by one": result(PositionIds, "add_prompt", lambda after: after + 1),
+        "a row sees its neighbour": arguments(packing, "Layout", joined),
+        "a missing prefix": arguments(packing, "Layout", lambda own, _, *rest: (own, [], *rest)),
+        "scale 1.05": arguments(Layout, "attend", rescaled),
+        "temperature 1.05": COLDER,
+        "a stale key": arguments(Layout, "attend", stale_key),
+        "swapped rows": SWAPPED,
         "one layer not updated": stale_layer,
     },
-    "chunked": {"temperature 1.05": colder, "swapped rows": swapped_targets},
+    "chunked": {"temperature 1.05": COLDER, "swapped rows": SWAPPED},
     "engine": {
-        "positions off by one": later_steps,
-        "a row sees its neighbour": of_attention(DecodeBatch, of_neighbour),
-        "a missing prefix": lambda model, base: patched(
-            patch.object(decode_batch, "merge", lambda out, lse, *of_prompt: (out, lse)),
-            of_attention(DecodeBatch, without_prompt)(model, base),
-        ),
-        "scale 1.05": of_attention(DecodeBatch, rescaled),
-        "temperature 1.05": of_logits(lambda logits: logits / 1.05),
-        "a stale key": of_attention(DecodeBatch, stale_step),
-        "swapped rows": of_logits(lambda logits: logits.roll(1, 0)),
+        "positions off by one": result(DecodeBatch, "positions", lambda own: [p + 1 for p in own]),
+        "a row sees its neighbour": arguments(DecodeBatch, "attend", of_neighbour),
+        "a missing prefix": without_prefix,
+        "scale 1.05": arguments(DecodeBatch, "attend", rescaled),
+        "temperature 1.05": result(DirectForward, "__call__", lambda logits: logits / 1.05),
+        "a stale key": arguments(DecodeBatch, "attend", stale_step),
+        "swapped rows": result(DirectForward, "__call__", lambda logits: logits.roll(1, 0)),
         "one layer not updated": stale_layer_of_engine,
     },
 }
@@ -369,12 +307,9 @@ def main() -> int:
                 if found := reason(computation, precision, model, rollouts):
                     rejected.append(found)
             wrong += len(rejected)
-            taken = time.monotonic() - begin
-            print(
-                f"{precision:14} {computation:8} rejected {len(rejected)} of {given.draws} "
-                f"({taken / max(given.draws, 1):.1f} s each) {rejected[:1] or ''}",
-                flush=True,
-            )
+            each = (time.monotonic() - begin) / max(given.draws, 1)
+            said = f"rejected {len(rejected)} of {given.draws} ({each:.1f} s each)"
+            print(f"{precision:14} {computation:8} {said} {rejected[:1] or ''}", flush=True)
             rollouts = next(draws_of(groups, 1, seed=1))
             before = in_precision(loaded, precision)
             tried = {name: (moved, fault) for name, fault in FAULTS[computation].items()}
@@ -385,8 +320,8 @@ def main() -> int:
                 with fault(after, before):
                     found = reason(computation, precision, after, rollouts)
                 wrong += not found
-                line = f"{precision:14} {computation:8} {name:24} {found or 'NOT FOUND'}"
-                print(line, flush=True)
+                said = f"{name:24} {found or 'NOT FOUND'}"
+                print(f"{precision:14} {computation:8} {said}", flush=True)
     return int(wrong > 0)
 
 
