@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import signal
 import statistics
@@ -114,10 +115,10 @@ def run(root: Path, job: Job) -> list[Step]:
     output = Path(job.output)
     output.mkdir()
     write_recipe(job)
-    job.write(output / "job.json")
+    (output / "job.pickle").write_bytes(pickle.dumps(job))
     with (output / "log").open("w") as log:
         done = subprocess.run(
-            [sys.executable, str(SCRIPTS / "bench_side.py"), str(output / "job.json")],
+            [sys.executable, str(SCRIPTS / "bench_side.py"), str(output / "job.pickle")],
             env=environment(root, job.metered), stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     if done.returncode:

@@ -6,7 +6,6 @@ except with the real chat model (`make real-model`).
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -84,7 +83,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Job:
-    """Describes the work of one process of one side; handed over as a file."""
+    """Describes the work of one process of one side; handed over as a pickle."""
 
     side: str  # ours, trl or generate
     workload: Workload
@@ -93,17 +92,6 @@ class Job:
     steps: int  # counted and not
     bf16: bool = False
     metered: bool = False  # looks at memory, which costs time
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: str) -> Job:
-        """Returns the job in a file, with its workload."""
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        workload = found.pop("workload")
-        workload["prompt_tokens"] = tuple(workload["prompt_tokens"])
-        return cls(workload=Workload(**workload), **found)
 
     @property
     def model(self) -> str:

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import sys
 import threading
 import time
@@ -324,7 +325,7 @@ def note(step: Step, lengths: list[int]) -> None:
 
 
 def main() -> None:
-    job, probe = Job.read(sys.argv[1]), Probe()
+    job, probe = pickle.loads(Path(sys.argv[1]).read_bytes()), Probe()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     if job.metered:
         check_meter(probe.device)
