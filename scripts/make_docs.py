@@ -92,7 +92,6 @@ ON_A_NODE: dict[str, dict[str, Any]] = {
 }
 
 SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "refused"}
-
 Field = dataclasses.Field[Any]
 
 
@@ -119,9 +118,15 @@ def renewed(page: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
 
 
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    rule = ["---"] * len(head)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
+
+
 def cluster_table() -> str:
     """Returns the peak memory of a GPU by model and strategy, in GB; bold beyond 80 GB."""
-    lines = [["model", "GPUs", *STRATEGIES], ["---"] * (2 + len(STRATEGIES))]
+    lines = []
     for name, config in MODELS.items():
         for gpus in SIZES:
             line = [name if gpus == SIZES[0] else "", f"{gpus:,}"]
@@ -130,7 +135,7 @@ def cluster_table() -> str:
                 shown = f"{found:.1f}" if found < 9.95 else f"{found:,.0f}"
                 line.append(f"**{shown}**" if found > 80 else shown)
             lines.append(line)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(["model", "GPUs", *STRATEGIES], lines)
 
 
 def peak(config: Any, values: Mapping[str, Any], gpus: int, lengths: Lengths) -> float:
@@ -153,17 +158,15 @@ def memory_tables() -> str:
 
 def card_table(ways: Mapping[str, Mapping[str, Any]], gpus: int) -> str:
     """Returns the peak memory of each of `gpus` GPUs, with the smallest card that holds it."""
-    lines = [["model", *ways], ["---"] * (1 + len(ways))]
+    lines = []
     for name, config in QWEN.items():
-        peaks = [peak(config, values, gpus, Lengths(512, 1024, 1024)) for values in ways.values()]
-        lines.append([name, *map(on_card, peaks)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def on_card(peak: float) -> str:
-    """Returns a peak in GB and the smallest card for it, of whose memory 94 % are counted."""
-    card = next((card for card in CARDS if peak <= 0.94 * card), None)
-    return f"{peak:.1f}: {card} GB" if card else f"{peak:.0f}"
+        line = [name]
+        for values in ways.values():
+            found = peak(config, values, gpus, Lengths(512, 1024, 1024))
+            card = next((card for card in CARDS if found <= 0.94 * card), None)  # 6 % are not free
+            line.append(f"{found:.1f}: {card} GB" if card else f"{found:.0f}")
+        lines.append(line)
+    return markdown(["model", *ways], lines)
 
 
 def family_table() -> str:
@@ -173,12 +176,11 @@ def family_table() -> str:
         rows = "packed" if family.packed else "padded"
         rows += ", recurrent" if family.recurrent else ""
         groups.setdefault((SAMPLED[family.decoder], rows), []).append(family)
-    lines = ["| sampled | training rows | model types |", "| --- | --- | --- |"]
-    lines += [f"| {a} | {b} | {named(group)} |" for (a, b), group in groups.items()]
-    lines += ["", f"With a load-balancing loss: {named([f for f in FAMILIES if f.balanced])}.", ""]
-    lines += [f"Not in vLLM's list of models: {named([f for f in FAMILIES if not f.vllm])}.", ""]
-    lines += [f"- {named([f])}: {f.why}." for f in FAMILIES if f.why and not f.recurrent]
-    return "\n".join(lines) + "\n"
+    lines = [(*key, named(group)) for key, group in groups.items()]
+    parts = [f"With a load-balancing loss: {named([f for f in FAMILIES if f.balanced])}.\n"]
+    parts += [f"Not in vLLM's list of models: {named([f for f in FAMILIES if not f.vllm])}.\n"]
+    parts += [f"- {named([f])}: {f.why}." for f in FAMILIES if f.why and not f.recurrent]
+    return "\n".join([markdown(["sampled", "training rows", "model types"], lines), *parts, ""])
 
 
 def named(families: Sequence[Family]) -> str:
@@ -238,22 +240,15 @@ def line(key: str, field: Field) -> str:
     """Returns a knob with its default, its range and the first sentence about it."""
     allowed = knob.allowed(field.metadata).removeprefix("one of ")
     readers = arguments.readers_of(key)
-    text: str = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
     sentence = re.match(r".+?\.(?= [A-Z]|$)", field.metadata["doc"])
     assert sentence is not None, f"{key} has no sentence"
-    return text + sentence[0] + (f" Read by {', '.join(readers)}." if readers else "") + "\n"
-
-
-def default(field: Field) -> str:
-    """A knob's default as YAML writes it."""
     value = field.default
     if value is dataclasses.MISSING:
         assert field.default_factory is not dataclasses.MISSING
         value = field.default_factory()
-    if value == "":
-        return "empty"
-    text = "null" if value is None else str(value)
-    return f"`{text.lower() if isinstance(value, bool) else text}`"
+    default = f"`{knob.as_written(value)}`" if value != "" else "empty"
+    text = f"- `{key}` ({default}{f'; {allowed}' if allowed else ''}): {sentence[0]}"
+    return text + (f" Read by {', '.join(readers)}." if readers else "") + "\n"
 
 
 TABLES = {
