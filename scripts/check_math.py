@@ -111,39 +111,26 @@ def value_of(done: CallResult) -> float | None:
 def check(title: str, completions: Sequence[str], answers: Sequence[str], pool: Pool) -> None:
     """Holds each completion against the answer of its own row, and against that of the next."""
     began = time.monotonic()
-    pairs = list(zip(completions, answers, strict=True))
-    shifted = list(zip(completions, [*answers[1:], *answers[:1]], strict=True))
-    others = [
-        pair
-        for pair, (_, own_answer) in zip(shifted, pairs, strict=True)
-        if pair[1].strip() != own_answer.strip()
-    ]
-    same_text = len(pairs) - len(others)
-    surprises = []
-    counted: list[Counter[Any]] = []
-    for name, wanted, asked in (("own  ", 1.0, pairs), ("other", 0.0, others)):
-        counted.append(Counter())
-        for (completion, gold), done in zip(asked, verdicts(asked, pool), strict=True):
-            value = value_of(done)
-            counted[-1][value] += 1
-            if value != wanted:
-                surprises.append(f"{name} {value} {completion[-60:]!r} gold {gold!r}")
-    own, other = counted
-    print(
-        f"{title}: own answer {own[1.0]}/{own.total()} right ({share(own[1.0], own.total())}), "
-        f"another row's {other[1.0]}/{other.total()} right ({share(other[1.0], other.total())}), "
-        f"{same_text} left out as the same text, {own[None] + other[None]} over {DEADLINE_S} s; "
-        f"{time.monotonic() - began:.0f} s"
-    )
+    own = list(zip(completions, answers, strict=True))
+    shifted = zip(completions, [*answers[1:], *answers[:1]], answers, strict=True)
+    other = [(text, gold) for text, gold, right in shifted if gold.strip() != right.strip()]
+    said, surprises = [f"{title}: {len(own) - len(other)} of the same text left out"], []
+    for name, wanted, pairs in (("own answer", 1.0, own), ("another row's", 0.0, other)):
+        values = [value_of(done) for done in verdicts(pairs, pool)]
+        right, share = values.count(1.0), 100 * values.count(1.0) / max(len(pairs), 1)
+        said.append(f"{name} {right}/{len(pairs)} right ({share:.3f} %)")
+        said.append(f"{values.count(None)} over {DEADLINE_S} s")
+        surprises += [
+            f"{name} {value} {text[-60:]!r} gold {gold!r}"
+            for (text, gold), value in zip(pairs, values, strict=True)
+            if value != wanted
+        ]
+    print(", ".join([*said, f"{time.monotonic() - began:.0f} s"]))
     for surprise in surprises[:PRINTED]:
         print(f"    {surprise}")
     if len(surprises) > PRINTED:
         print(f"    and {len(surprises) - PRINTED} more")
     sys.stdout.flush()
-
-
-def share(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.3f} %"
 
 
 GOLDS = ("6", "1,080", r"\frac{3}{4}", "x=5", r"x \in [-2,7]", r"\text{Evelyn}", r"\sqrt{2}", "18%")

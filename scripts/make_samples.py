@@ -25,27 +25,20 @@ LICENSES = (
     "math-evaluation-harness.MIT.txt", "MGSM.CC-BY-4.0.txt", "prm800k.MIT.txt", "SVAMP.MIT.txt",
     "aiwaves-agents.Apache-2.0.txt",
 )  # fmt: skip
-MATH_FIELDS = ("id", "question", "answer", "solution", "subject", "level")
-# Benchmark -> (file, rows, fields).
-BENCHMARKS = {
-    "gsm8k": ("gsm8k/test.jsonl", 20, ("id", "question", "answer", "solution")),
+MATH_FIELDS = "id question answer solution subject level"
+BENCHMARKS = {  # file, number of rows, fields
+    "gsm8k": ("gsm8k/test.jsonl", 20, "id question answer solution"),
     "math": ("math/test_without_heldout.jsonl.gz", 20, MATH_FIELDS),
     "math500": ("math500/math500_shared_half.jsonl", 20, MATH_FIELDS),
-    "mgsm_zh": ("mgsm_zh/test.jsonl", 20, ("id", "question", "answer")),
-    "cmath": ("cmath/test.jsonl", 20, ("id", "question", "answer", "grade")),
-    "svamp": ("svamp/svamp.jsonl", 20, ("id", "question", "answer", "type")),
-    "humaneval": (
-        "humaneval/test.jsonl", 8, ("id", "prompt", "entry_point", "solution", "test"),
-    ),
-    "mbpp": (
-        "mbpp/mbpp.jsonl", 12, ("id", "question", "solution", "tests", "test_setup_code"),
-    ),
-}  # fmt: skip
-ARITHMETIC_SEED = 0
-CALCULATOR_SEED, CALLED = 0, 0.3  # share of the warm-up's episodes that call the tool
-GUESS_SEED = 0
-CHAT_SEED, NUMBERS = 0, range(10, 100)
-SHAPES_SEED, FIGURES_SEED = 0, 1
+    "mgsm_zh": ("mgsm_zh/test.jsonl", 20, "id question answer"),
+    "cmath": ("cmath/test.jsonl", 20, "id question answer grade"),
+    "svamp": ("svamp/svamp.jsonl", 20, "id question answer type"),
+    "humaneval": ("humaneval/test.jsonl", 8, "id prompt entry_point solution test"),
+    "mbpp": ("mbpp/mbpp.jsonl", 12, "id question solution tests test_setup_code"),
+}
+SEED, FIGURES_SEED = 0, 1
+CALLED = 0.3  # share of the calculator's episodes that call the tool
+NUMBERS = range(10, 100)
 COLOURS = {"red": "#e02020", "green": "#20b020", "blue": "#2040e0", "black": "#101010"}
 PLACES = [(x, y) for x in range(4) for y in range(4)]
 CELL = 8  # pixels
@@ -75,7 +68,7 @@ def main() -> None:
     gsm8k_train = read(data / "gsm8k" / "train.jsonl.gz")
     gsm8k_test = read(data / "gsm8k" / "test.jsonl")
     arithmetic = sums(below=40)
-    gsm8k_fields = ("id", "question", "answer", "solution")
+    gsm8k_fields = "id question answer solution"
 
     for folder in ("LICENSES", "benchmarks"):
         (SAMPLES / folder).mkdir(parents=True, exist_ok=True)
@@ -85,7 +78,7 @@ def main() -> None:
     write("arithmetic_test.jsonl", arithmetic[1400:])
     calculations = products()
     write("calculator_train.jsonl.gz", calculations[:2000])
-    write("calculator_test.jsonl", keep(calculations[2000:2200], ("question", "answer")))
+    write("calculator_test.jsonl", keep(calculations[2000:2200], "question answer"))
     write("guess_train.jsonl.gz", games(4000))
     write("guess_test.jsonl", [{"id": 4000 + n} for n in range(256)])
     for name, rows in (("chat_sums", chat_sums(640)), ("chat_json", chat_json(640))):
@@ -103,13 +96,13 @@ def main() -> None:
 
 def chat_sums(count: int) -> list[Row]:
     """Questions for the sum of two numbers from 10 to 99, no two of them alike."""
-    pairs = random.Random(CHAT_SEED).sample([(a, b) for a in NUMBERS for b in NUMBERS], count)
+    pairs = random.Random(SEED).sample([(a, b) for a in NUMBERS for b in NUMBERS], count)
     return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
 
 
 def chat_json(count: int) -> list[Row]:
     """Sentences about people, each with a schema that only the JSON of its facts fits."""
-    draws = random.Random(CHAT_SEED)
+    draws = random.Random(SEED)
     people = draws.sample([(n, a, c) for n in NAMES for a in range(18, 80) for c in CITIES], count)
     rows = []
     for name, age, city in people:
@@ -131,13 +124,9 @@ def sums(below: int) -> list[Row]:
 
     Numbers have two digits, so that every sum reads alike and a small model generalises from few.
     """
-    rows = [
-        {"question": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"}
-        for a in range(below)
-        for b in range(below)
-    ]
-    random.Random(ARITHMETIC_SEED).shuffle(rows)
-    return rows
+    pairs = [(a, b) for a in range(below) for b in range(below)]
+    random.Random(SEED).shuffle(pairs)
+    return [{"question": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"} for a, b in pairs]
 
 
 def products() -> list[Row]:
@@ -146,7 +135,7 @@ def products() -> list[Row]:
     Three episodes in ten call the tool `multiply` and repeat its result; the others answer at once,
     which a small model cannot learn to do right.
     """
-    rng = random.Random(CALCULATOR_SEED)
+    rng = random.Random(SEED)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
     rows = []
@@ -170,7 +159,7 @@ def games(count: int) -> list[Row]:
     Every guess has two digits and is drawn from the numbers that the replies have left. The numbers
     to be found have nothing to do with those that a run draws.
     """
-    rng = random.Random(GUESS_SEED)
+    rng = random.Random(SEED)
     rows = []
     for n in range(count):
         number, low, high = rng.randrange(32), 0, 31
@@ -249,7 +238,7 @@ def figure(number: int, chooser: random.Random) -> Row:
 def write_pictures() -> None:
     """Writes the pictures to train on, those held out, which are others, and the benchmark's."""
     text = datasets.Value("string")
-    chooser = random.Random(SHAPES_SEED)
+    chooser = random.Random(SEED)
     seen: set[bytes] = set()
     for name, count in (("shapes_train", 2400), ("shapes_test", 200)):
         rows: list[Row] = []
@@ -276,8 +265,8 @@ def spread(rows: Sequence[Row], count: int) -> list[Row]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def keep(rows: Iterable[Row], fields: Sequence[str]) -> list[Row]:
-    return [{field: row[field] for field in fields} for row in rows]
+def keep(rows: Iterable[Row], fields: str) -> list[Row]:
+    return [{field: row[field] for field in fields.split()} for row in rows]
 
 
 def read(path: Path) -> list[Row]:

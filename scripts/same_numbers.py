@@ -34,16 +34,8 @@ COMPARED = (
 )  # fmt: skip
 GONE = ("episode/stop/episode_seconds",)  # metrics that a commit has removed on purpose
 MOST_SECONDS = 3600  # of one run
-EVALUATED = (
-    "accuracy",
-    "interval",
-    "mean_length",
-    "clipped_ratio",
-    "no_answer",
-    "turns",
-    "unscored",
-    "rows",
-)
+EVALUATED = ("accuracy", "interval", "mean_length", "clipped_ratio", "no_answer")
+EVALUATED += ("turns", "unscored", "rows")
 SAME = ["device=cpu", "steps=5", "eval.every=5", "checkpoint.every=5", "overwrite=true"]
 SUMS = ["recipe=arithmetic_tiny", "prompts_per_step=16", "update.tokens_per_micro_batch=256"]
 SUMS += ["update.minibatches=2", "dataset.eval_limit=32"]
@@ -60,10 +52,8 @@ def runs() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for group in ("loss", "advantage"):
         for path in sorted((ROOT / "recipes" / group).glob("*.yaml")):
-            found[path.stem if group == "loss" else f"rule {path.stem}"] = [
-                *SUMS,
-                f"{group}={path.stem}",
-            ]
+            name = path.stem if group == "loss" else f"rule {path.stem}"
+            found[name] = [*SUMS, f"{group}={path.stem}"]
     found |= {
         "moving reference": [*SUMS, *KL],
         "dynamic sampling": [*SUMS, "generation.dynamic_sampling=true"],
@@ -95,13 +85,8 @@ def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
         program = [str(ROOT / "scripts" / "half_products.py"), *program]
     if name == "fsdp2":
         program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment |= {"ONEDNN_MAX_CPU_ISA": "AVX2", "HF_HUB_OFFLINE": "1"}
     given = [*SAME, *words, f"output_dir={folder}"]
     parts = [["train", *given]]
     if name == "resume":

@@ -42,13 +42,7 @@ def main() -> None:
     train.take_step = counted
     threading.setprofile(note)
     sys.setprofile(note)
-    words = [
-        "train",
-        "recipe=arithmetic_tiny",
-        f"steps={STEP + 1}",
-        "eval.every=0",
-        "dataset.eval=null",
-    ]
+    words = ["train", "recipe=arithmetic_tiny", f"steps={STEP + 1}", "dataset.eval=null"]
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
         sys.argv = ["grpo", *words, "eval.at_start=false", f"output_dir={folder}", "overwrite=true"]
