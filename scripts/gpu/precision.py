@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import Cases, Figures, Setting
+from check import Cases, Figures, Setting
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -18,8 +18,9 @@ from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.kernels import choice
-from grpo_cli.models.kernels.choice import TABLE, Needs, relative
+from grpo_cli.models.kernels.choice import TABLE, Needs
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.self_check import Outcome
 from grpo_cli.records import Completion, Prompt, Rollout
 
 # Times the error of the simplest mode in the same precision; no error can be as small as the floor.
@@ -126,30 +127,21 @@ def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Fig
     plain = PolicyLogprobs(simplest, **{**mode, "packed": False, "chunked": False,
                                         "compile_backend": None})  # fmt: skip
     exact = PolicyLogprobs(precise.double(), packed=False, chunked=False)
-    (mine, slope), (simple, simple_slope), (right, right_slope) = (
-        outcome(p, rollouts) for p in (own, plain, exact)
-    )
-    apart = (mine.double() - right).abs()
-    error = relative(slope, right_slope)
-    least = {
-        "mean": (simple.double() - right).abs().mean().item(),
-        "gradient": relative(simple_slope, right_slope),
-    }
+    mine, simple, right = (outcome(p, rollouts) for p in (own, plain, exact))
+    largest, mean, error = mine.errors(right)
+    _, least, least_error = simple.errors(right)
     figures = {
-        "mean": apart.mean().item(), "max": apart.max().item(), "gradient": error,
-        "mean, simplest mode": least["mean"], "gradient, simplest mode": least["gradient"],
+        "mean": mean, "max": largest, "gradient": error,
+        "mean, simplest mode": least, "gradient, simplest mode": least_error,
     }  # fmt: skip
     if notes:
         return figures | {"status": "wrong", "error": notes[0]}
-    excess = max(
-        figures["mean"] / (TIMES * least["mean"] + FLOOR),
-        error / (TIMES * least["gradient"] + FLOOR),
-    )
+    excess = max(mean / (TIMES * least + FLOOR), error / (TIMES * least_error + FLOOR))
     return figures | verdict(excess, 1.0)
 
 
-def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [B, C], and the gradient of a mixture of them, flat."""
+def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> Outcome:
+    """Returns log-probabilities, and the gradient of a mixture of them."""
     model = policy_logprobs.model
     model.zero_grad(set_to_none=True)
     logprobs, _ = policy_logprobs(rollouts, 1.0)
@@ -157,7 +149,7 @@ def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> tuple[T
     (logprobs * signs).sum().backward()  # type: ignore[no-untyped-call]
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
-    return logprobs.detach(), gradient
+    return Outcome.of(rollouts, logprobs.detach(), gradient.cpu())
 
 
 def decoding(setting: Setting, precision: str, way: str) -> Figures:

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from cases import ROOT, Cases, Figures, Setting
+from check import ROOT, Cases, Figures, Setting
 
 MARK = "@pytest.mark.gpu"
 TINY = (  # of the dry run

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "scripts" / "gpu"))
 
 import check
 import pack
-from cases import Setting
+from check import Setting
 
 IMAGE = pack.read_image((ROOT / "scripts/gpu/image.txt").read_text("utf-8"))
 
