@@ -4,23 +4,17 @@ The programs of `code_tricks.jsonl` solve nothing and get 0, except one honest p
 test. Those of `code_attack.jsonl` were tried by an attacker who knew the design.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_cli.rewards.code import code
+from tests.rewards.test_rewards import rows_of
 from tests.sandbox.test_api import IS_ROOT, both_levels
 
 COLUMNS = ("tests", "entry_point", "prompts")
-
-
-def rows_of(name: str) -> list[dict[str, Any]]:
-    lines = (Path(__file__).parent / name).read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 TRICKS = rows_of("code_tricks.jsonl")

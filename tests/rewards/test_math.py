@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_cli.rewards import traits_of
 from grpo_cli.rewards._answer import (
     Chain,
     Choice,
@@ -26,12 +25,8 @@ from grpo_cli.rewards._answer import (
 )
 from grpo_cli.rewards._text import announced_answer, plain_characters, tagged_answer
 from grpo_cli.rewards.math import _is_within_limits, math
+from tests.rewards.test_rewards import as_chat, rows_of
 from tests.tables import table
-
-
-def as_chat(text: str) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "content": text}]
-
 
 # Each is read as it stands, in a box and announced, and none needs the deadline.
 HOSTILE = [
@@ -78,76 +73,6 @@ HOSTILE = [
     r"\tan 90^\circ\frac{1}{0}\approx \sqrt{2}",
     "1.2.3^5",
 ]
-
-
-@table(
-    ("completion", "gold", "expected"),
-    [
-        (r"\boxed{5}", "5 cm", 0.0),
-        (r"\boxed{5 m}", "5 cm", 0.0),
-        (r"\boxed{500 cm}", "5 m", 0.0),  # none is converted
-        (r"\boxed{6 cm}", "5 cm", 0.0),
-        (r"\boxed{5 cm}", "5 cm", 1.0),
-        (r"\boxed{5cm}", "5 cm", 1.0),
-        (r"\boxed{5\,\mathrm{cm}}", r"5\text{ cm}", 1.0),
-        (r"\boxed{5 centimeters}", "5 cm", 1.0),
-        (r"\boxed{5厘米}", "5 cm", 1.0),
-        (r"\boxed{5 cm}", "5", 1.0),
-        (r"\boxed{16 cm}", "16 cm^2", 0.0),
-        (r"\boxed{16 cm²}", "16 square centimeters", 1.0),
-        (r"\boxed{16平方厘米}", "16 cm^2", 1.0),
-        (r"\boxed{5 km per hour}", "5 km/h", 1.0),
-        (r"\boxed{5千米/小时}", "5 km/h", 1.0),
-        (r"\boxed{5 mph}", "5 miles per hour", 1.0),
-        (r"\boxed{\frac{3}{4}\text{ cup}}", "3/4 cups", 1.0),
-        (r"\boxed{5 boxes}", "5 box", 1.0),
-        (r"\boxed{5 dogs}", "5 cats", 0.0),
-        (r"\boxed{\$5}", "5 dollars", 1.0),
-        (r"\boxed{$5$}", "5 dollars", 0.0),  # a formula, not a price
-        (r"\boxed{5€}", "€5", 1.0),
-        (r"\boxed{5美元}", "$5", 1.0),
-        (r"\boxed{50 degrees}", r"50^\circ", 1.0),
-        (r"\boxed{50}", r"50^\circ", 0.0),
-        (r"\boxed{18%}", "18", 1.0),  # percent has its own argument
-        (r"\boxed{3 million dollars}", "$3,000,000", 1.0),
-        ("The answer is 5 cm because 3 m is too long.", "5 cm", 1.0),
-        ("The answer is 5 because 3 cm is too short.", "5 cm", 0.0),
-        ("So it costs 18 dollars.", "$18", 1.0),
-        ("So it costs $18.", "18 dollars", 1.0),
-        ("So it costs 18.", "18 dollars", 0.0),
-        ("That is 3 cm more, which makes 5.", "5 cm", 0.0),
-        ("答：一共需要18元钱。", "18元", 1.0),
-        ("答：一共需要18个。", "18元", 0.0),
-    ],
-)
-def test_math_with_units(completion: str, gold: str, expected: float) -> None:
-    assert math([completion], [gold], units="require") == [expected]
-
-
-@table(
-    ("completion", "gold", "sign", "value", "either"),
-    [
-        (r"\boxed{18\%}", "18", 1, 0, 1),
-        (r"\boxed{18}", r"18\%", 1, 0, 1),
-        (r"\boxed{18\%}", "0.18", 0, 1, 1),
-        (r"\boxed{0.18}", "18%", 0, 1, 1),
-        (r"\boxed{18 percent}", "18%", 1, 1, 1),
-        (r"\boxed{百分之18}", "0.18", 0, 1, 1),
-        (r"\boxed{19\%}", "18%", 0, 0, 0),
-        (r"\boxed{1,200%}", "12", 0, 1, 1),
-        (r"\boxed{\frac{1}{2}\%}", "0.005", 0, 1, 1),
-        (r"\boxed{20% and 30%}", "0.2, 0.3", 0, 1, 1),
-        ("The answer is 12.5%.", "0.125", 0, 1, 1),
-        ("So we sell 12.5%.", "12.5", 1, 0, 1),
-        ("So we sell 12.5%.", "0.125", 0, 1, 1),
-    ],
-)
-def test_math_with_percentages(
-    completion: str, gold: str, sign: float, value: float, either: float
-) -> None:
-    expected = {"sign": sign, "value": value, "either": either}
-    found = {percent: math([completion], [gold], percent=percent)[0] for percent in expected}
-    assert found == expected
 
 
 def test_math_agrees_with_the_sample_solutions() -> None:
@@ -225,40 +150,6 @@ def test_what_math_verify_gets_to_read(text: str, expected: bool) -> None:
     assert _is_within_limits(text) is expected
 
 
-def test_an_answer_over_the_limits_may_still_be_the_gold_one_word_for_word() -> None:
-    assert math([r"\boxed{9^{9^{9^9}}}"], ["9^{9^{9^{9}}}"]) == [0.0]
-    assert math([r"\boxed{9 ^ {9^{9^9}}}"], ["9^{9^{9^9}}"]) == [1.0]
-    assert math([r"\boxed{2^{2010} + 1}"], ["1 + 2^{2010}"]) == [1.0]
-
-
-@table(
-    ("completion", "expected"),
-    [
-        (r"<think>\boxed{4}</think> The answer is 5.", 1.0),
-        (r"<think>perhaps \boxed{5}</think> I do not know.", 0.0),
-        (r"<think>5</think><think>\boxed{4}</think>5", 1.0),
-        (r"<think>so \boxed{5}", 0.0),  # cut off while thinking
-        (r"<think>\boxed{5}</think>", 0.0),
-    ],
-)
-def test_thoughts_are_no_answer(completion: str, expected: float) -> None:
-    assert math([completion], ["5"]) == [expected]
-
-
-def test_unclosed_thoughts_may_count() -> None:
-    assert math([r"<think>so \boxed{5}"], ["5"], unclosed_think=True) == [1.0]
-    assert math([r"<think>\boxed{5}</think> 6"], ["5"], unclosed_think=True) == [0.0]
-
-
-def test_math_does_not_apply_without_a_gold_answer() -> None:
-    assert math(["5", r"\boxed{5}", "#### 5"], [None, "", "5"]) == [None, None, 1.0]
-
-
-def test_math_asks_for_a_deadline_and_for_an_import_before_it() -> None:
-    traits = traits_of(math)
-    assert (traits.timeout, traits.cache, traits.preload) == (5, True, ("math_verify",))
-
-
 def test_math_works_in_any_thread() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(math([r"\boxed{0.5}"], [r"\frac12"])))
@@ -289,19 +180,6 @@ def test_math_lets_a_bug_surface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_cli.rewards.math._same_values", broken)
     with pytest.raises(TypeError, match="a bug of ours"):
         math([r"\boxed{5}"], ["6"])
-
-
-@table(
-    ("args", "sentence"),
-    [
-        ({"units": "strict"}, "math: units is 'strict'; it must be one of agree, ignore, require."),
-        ({"units": None}, "math: units is None; it must be one of agree, ignore, require."),
-        ({"percent": True}, "math: percent is True; it must be one of sign, value, either."),
-    ],
-)
-def test_math_refuses_other_arguments(args: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
-        math(["5"], ["5"], **args)
 
 
 @table(
@@ -404,64 +282,21 @@ def test_an_answer_is_read_to_its_last_character(text: str, expected: Any) -> No
     assert read(text) == expected
 
 
-def rows_of(name: str) -> list[tuple[str, Any, float]]:
-    lines = (Path(__file__).parent / name).read_text("utf-8").splitlines()
-    rows = map(json.loads, lines)
-    return [(row["completion"], row["answer"], row["expected"]) for row in rows]
-
-
-CASES = rows_of("math_cases.jsonl")  # right answers of all shapes, and what must not be paid for
-ATTACK = rows_of("math_attack.jsonl")  # three attacks: wrong answers built to pass, and right ones
+# Right answers of all shapes, and what must not be paid for; three attacks: wrong answers that were
+# built to pass, and right ones.
+CASES, ATTACK = rows_of("math_cases.jsonl"), rows_of("math_attack.jsonl")
 
 
 @pytest.mark.smoke  # a large table
-@table(("completion", "gold", "expected"), [*CASES, *ATTACK])
-def test_math(completion: str, gold: Any, expected: float) -> None:
-    assert math([completion], [gold]) == [expected]
+@table("row", [*CASES, *ATTACK])
+def test_math(row: dict[str, Any]) -> None:
+    assert math([row["completion"]], [row["answer"]], **row.get("args", {})) == [row["expected"]]
 
 
-@table(("completion", "gold", "expected"), CASES[::5])
-def test_math_reads_the_last_message_of_a_chat(completion: str, gold: Any, expected: float) -> None:
-    assert math([as_chat(completion)], [gold]) == [expected]
-
-
-@table(
-    ("completion", "gold", "expected"),
-    [
-        (r"\boxed{2}", ["2", "3"], 1.0),
-        (r"\boxed{3}", [2, 3], 1.0),
-        (r"\boxed{3, 2}", ["2", "3"], 1.0),
-        (r"\boxed{4}", ["2", "3"], 0.0),
-        (r"\boxed{2}", [], None),
-        (r"\boxed{2}", ["2", "???"], None),
-    ],
-)
-def test_each_answer_of_a_list_is_right(completion: str, gold: Any, expected: float) -> None:
-    assert math([completion], [gold]) == [expected]
-
-
-LENIENT: dict[str, Any] = {"forms": "lenient", "final": "anywhere", "units": "ignore"}
-
-
-@table(
-    ("completion", "gold", "args"),
-    [
-        ("I rolled 7 dice and got nothing", "7", {"final": "anywhere"}),
-        (r"\boxed{7}<think> hmm", "7", {"unclosed_think": True}),
-        (r"\boxed{\gcd(12,18)}", "6", {"forms": "lenient"}),
-        (r"\boxed{5=7}", "7", {"forms": "lenient"}),
-        (r"\boxed{123^2}", "15129", {"forms": "lenient"}),
-        (r"\boxed{silent}", "listen", {"forms": "lenient"}),
-        (r"\boxed{13_5}", "13", {"forms": "lenient"}),
-        (r"\boxed{(2,5)}", "2<x<5", {"forms": "lenient"}),
-        (r"\boxed{5 cents}", "5 dollars", {"units": "ignore"}),
-        (r"\boxed{3 million}", "3", {"units": "ignore"}),
-        (r"\boxed{\int_0^1 x^2 dx}", r"\frac{1}{3}", LENIENT),
-    ],
-)
-def test_the_switches(completion: str, gold: str, args: dict[str, Any]) -> None:
-    assert math([completion], [gold]) == [0.0]
-    assert math([completion], [gold], **args) == [1.0]
+@table("row", CASES[::5])
+def test_math_reads_the_last_message_of_a_chat(row: dict[str, Any]) -> None:
+    found = math([as_chat(row["completion"])], [row["answer"]], **row.get("args", {}))
+    assert found == [row["expected"]]
 
 
 @table("gold", ["???", "\x00\x01", "--", "{", r"\ ", "1" * 1001])
