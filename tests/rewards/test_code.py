@@ -1,6 +1,5 @@
 """The reward `code`: which text is the program, which tests it gets, what they are worth."""
 
-import json
 import logging
 from typing import Any
 
@@ -9,18 +8,11 @@ import pytest
 from grpo_cli import sandbox
 from grpo_cli.rewards import traits_of
 from grpo_cli.rewards.code import code, program
+from tests.rewards.test_rewards import as_chat, rows_of
 
 GOOD = "def f(x):\n    return x + 1\n"
 HALF = "def f(x):\n    return 2 * x\n"
-BAD = "def f(x):\n    return 0\n"
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
-CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6\n"
-DOUBLE = "print(2 * int(input()))"
-PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "4", "output": "8"}]
-
-
-def fenced(source: str, mark: str = "python") -> str:
-    return f"```{mark}\n{source}```"
 
 
 @pytest.mark.parametrize(
@@ -61,72 +53,12 @@ def test_program(completion: str, expected: str) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(
-    ("completion", "columns", "args", "expected"),
-    [
-        (GOOD, {"tests": TESTS}, {}, 1.0),
-        (fenced(GOOD), {"tests": TESTS}, {}, 1.0),
-        (f"So:\n{fenced(BAD)}\nNo:\n{fenced(GOOD)}", {"tests": TESTS}, {}, 1.0),
-        (HALF, {"tests": TESTS}, {}, 0.5),
-        (HALF, {"tests": TESTS}, {"partial": False}, 0.0),
-        (GOOD, {"tests": TESTS}, {"partial": False}, 1.0),
-        (BAD, {"tests": TESTS}, {}, 0.0),
-        ("", {"tests": TESTS}, {}, 0.0),
-        ("I do not know.", {"tests": TESTS}, {}, 0.0),
-        ("raise SystemExit(0)", {"tests": TESTS}, {}, 0.0),
-        ("import os; os._exit(0)", {"tests": TESTS}, {}, 0.0),
-        ("while True: pass", {"tests": TESTS}, {"seconds": 0.3}, 0.0),
-        ("while True: pass", {"tests": TESTS}, {"total_seconds": 0.3}, 0.0),
-        (f"{GOOD}x = bytearray(10**9)", {"tests": TESTS}, {"memory_mb": 200}, 0.0),
-        (f"{GOOD}x = bytearray(10**8)", {"tests": TESTS}, {"memory_mb": 400}, 1.0),
-        (f"{GOOD}import numpy", {"tests": TESTS}, {}, 0.0),
-        (f"{GOOD}import numpy", {"tests": TESTS}, {"site_packages": True, "seconds": 20.0}, 1.0),
-        # the forms of `tests`
-        (GOOD, {"tests": "\n".join(TESTS)}, {}, 1.0),
-        (HALF, {"tests": "\n".join(TESTS)}, {}, 0.0),
-        (HALF, {"tests": json.dumps(TESTS)}, {}, 0.5),
-        (GOOD, {"tests": json.dumps(TESTS[0])}, {}, 1.0),
-        (DOUBLE, {"tests": PAIRS}, {}, 1.0),
-        (DOUBLE, {"tests": PAIRS[0]}, {}, 1.0),
-        (DOUBLE, {"tests": json.dumps(PAIRS)}, {}, 1.0),
-        ("print(2)", {"tests": PAIRS}, {}, 0.5),
-        (GOOD, {"tests": PAIRS}, {}, 0.0),
-        (GOOD, {"tests": "[f(1)] == [2] or 1/0"}, {}, 1.0),
-        (GOOD, {"tests": "{} == {f(1): 1} and 1/0"}, {}, 1.0),
-        (GOOD, {"tests": None}, {}, None),
-        (GOOD, {"tests": []}, {}, None),
-        (GOOD, {"tests": "[]"}, {}, None),
-        (GOOD, {"tests": "null"}, {}, 0.0),  # a snippet
-        (GOOD, {"tests": " \n"}, {}, None),
-        # the other columns
-        (GOOD, {"tests": CHECK, "entry_point": "f"}, {}, 1.0),
-        (HALF, {"tests": CHECK, "entry_point": "f"}, {}, 0.0),
-        (GOOD, {"tests": CHECK, "entry_point": "g"}, {}, 0.0),
-        (GOOD, {"tests": "assert f(n) == 2", "test_setup_code": "n = f(0)"}, {}, 1.0),
-        (GOOD, {"tests": "assert f(n) == 2", "test_setup_code": None}, {}, 0.0),
-        (
-            "    return x + 1\n",
-            {"tests": TESTS, "prompts": "def f(x):\n"},
-            {"continues_prompt": True},
-            1.0,
-        ),
-        (
-            fenced(GOOD),
-            {"tests": TESTS, "prompts": "def f(x):\n    'Adds 1.'\n"},
-            {"continues_prompt": True},
-            1.0,
-        ),
-        ("    return x + 1\n", {"tests": TESTS, "prompts": "def f(x):\n"}, {}, 0.0),
-    ],
-)
-def test_code(
-    completion: str, columns: dict[str, Any], args: dict[str, Any], expected: float | None
-) -> None:
-    args = {"seconds": 15.0, **args}
-    cells = {name: [cell] for name, cell in columns.items()}
-    assert code([completion], **cells, **args) == [expected]
-    chat = [[{"role": "assistant", "content": completion}]]
-    assert code(chat, **cells, **args) == [expected]
+@pytest.mark.parametrize("row", rows_of("code_cases.jsonl"))
+def test_code(row: dict[str, Any]) -> None:
+    given = {"seconds": 15.0, **row.get("args", {})}
+    given |= {name: [cell] for name, cell in row["columns"].items()}
+    assert code([row["completion"]], **given) == [row["expected"]]
+    assert code([as_chat(row["completion"])], **given) == [row["expected"]]
 
 
 @pytest.mark.parametrize("partial", [True, False])
@@ -190,23 +122,6 @@ def test_a_row_is_refused_for_what_its_prompt_imports() -> None:
     row = {"tests": "assert f(1) == 2", "prompts": prompt}
     assert refuse(**row) == ""
     assert "import numpy, which needs site_packages" in refuse(**row, continues_prompt=True)
-
-
-def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox.find_level("limits")
-    monkeypatch.setattr(sandbox.process, "python", lambda: ("/nowhere/python", "/nowhere"))
-    with pytest.raises(sandbox.SandboxError, match="did not start"):
-        code([GOOD], [TESTS], guards="limits")
-
-
-def test_fewer_guards_than_asked_for_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for guards in ("auto", "namespaces"):
-        with pytest.raises(sandbox.SandboxError, match=r'not on PATH.*guards "limits"'):
-            code([GOOD], [TESTS], guards=guards)
-    assert code([GOOD], [TESTS], guards="limits") == [1.0]
 
 
 def test_the_log_says_which_guards_are_on() -> None:
