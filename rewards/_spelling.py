@@ -7,27 +7,12 @@ CHINESE = r"\u3400-\u9fff"
 
 
 _SPELLINGS = {
-    **{"π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "°": r"^\circ "},
-    **{
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "±": r"\pm ",
-        "²": "^2",
-        "³": "^3",
-        "≈": r"\approx ",
-    },
-    **{
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "ℝ": r"\mathbb{R}",
-        "–": "-",
-    },
-    **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "“": '"', "”": '"'},
-    **{"⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "μ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta "},
-}
+    "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "°": r"^\circ ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "²": "^2", "³": "^3", "≈": r"\approx ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "–": "-",
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "“": '"', "”": '"',
+    "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "μ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta ",
+}  # fmt: skip
 _SPELLING = re.compile("|".join(map(re.escape, _SPELLINGS)))
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|normal)?|mathrm|mbox|operatorname\*?)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
