@@ -3,6 +3,7 @@ r"""Reward: the answer is written where a checker finds it, in `\boxed{...}` or 
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of
 from grpo_cli.rewards._text import (
     Completions,
     boxed_answers,
@@ -24,10 +25,7 @@ def boxed_format(completions: Completions, *, style: str = "boxed", **_: Any) ->
 
     Whether the answer is right does not matter here: combine with `math`.
     """
-    if style not in _CHECKS:
-        raise ValueError(
-            f"boxed_format: style is {style!r}; it must be one of {', '.join(_CHECKS)}."
-        )
+    one_of("boxed_format: style", style, tuple(_CHECKS))
     check = _CHECKS[style]
     return [float(check(without_thoughts(text))) for text in completion_texts(completions)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_cli import sandbox
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of
 from grpo_cli.rewards._text import Completions, completion_texts
 
 Test = str | Mapping[str, str]
@@ -103,10 +104,7 @@ def code(
         raise ValueError(f"code: {error}") from None
     if not isinstance(total_seconds, (int, float)) or not total_seconds > 0:
         raise ValueError(f"code: total_seconds is {total_seconds!r}; it must be above 0.")
-    if guards not in sandbox.GUARDS:
-        raise ValueError(
-            f"code: guards is {guards!r}; it must be one of {', '.join(sandbox.GUARDS)}."
-        )
+    one_of("code: guards", guards, sandbox.GUARDS)
     values: list[float | None] = []
     reasons: list[str | None] = []
     for row, text in enumerate(completion_texts(completions)):

@@ -1,9 +1,10 @@
 """Reward: prefers short among right answers, and long among wrong ones."""
 
-from math import cos, isfinite, pi
+from math import cos, pi
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import number, whole
 from grpo_cli.rewards._text import Completions
 from grpo_cli.rewards.math import math
 
@@ -47,14 +48,12 @@ def cosine_length(
     A row whose gold answer is missing (None or blank) gives None.
     """
     limit = max_completion_tokens
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise ValueError(
-            f"cosine_length: max_completion_tokens is {limit!r}; it must be a whole number, "
-            "1 or more."
-        )
-    right = (_number("correct_max", correct_max), _number("correct_min", correct_min))
-    wrong = (_number("wrong_min", wrong_min), _number("wrong_max", wrong_max))
-    beyond = _number("exceed", exceed)
+    whole("cosine_length: max_completion_tokens", limit)
+    top = number("cosine_length: correct_max", correct_max)
+    right = top, number("cosine_length: correct_min", correct_min)
+    low = number("cosine_length: wrong_min", wrong_min)
+    wrong = low, number("cosine_length: wrong_max", wrong_max)
+    beyond = number("cosine_length: exceed", exceed)
 
     def value(correct: float, tokens: int) -> float:
         if tokens >= limit:
@@ -67,9 +66,3 @@ def cosine_length(
         None if correct is None else value(correct, len(ids))
         for correct, ids in zip(correctness, completion_ids, strict=True)
     ]
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise ValueError(f"cosine_length: {name} is {value!r}; it must be a number.")
-    return float(value)

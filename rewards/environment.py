@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of
 from grpo_cli.rewards._text import Completions
 
 Steps = list[tuple[int, float]]
@@ -32,11 +33,7 @@ def environment(
         episode_credit: "sum", or "turns": each turn of the model has its reward, and the last one
             also those of the episode. The run's own (episode.credit) unless it is set.
     """
-    if episode_credit not in CREDITS:
-        raise ValueError(
-            f"environment: episode_credit is {episode_credit!r}; it must be one of "
-            f"{', '.join(CREDITS)}."
-        )
+    one_of("environment: episode_credit", episode_credit, CREDITS)
     values: list[float | Steps | None] = []
     for i in range(len(completions)):
         episode = episodes[i] if episodes is not None else None

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of
 from grpo_cli.rewards._text import Completions, completion_texts
 
 # A name in recipes and the Unicode scripts that it stands for, where these are not the name's own.
@@ -50,11 +51,7 @@ def language(
     A script is not a language: latin holds English and French alike. A completion without letters
     gives None.
     """
-    if script not in SCRIPTS and script not in MIXTURES:
-        raise ValueError(
-            f"language: script is {script!r}; it must be one of "
-            f"{', '.join(sorted((*SCRIPTS, *MIXTURES)))}."
-        )
+    one_of("language: script", script, sorted((*SCRIPTS, *MIXTURES)))
     if threshold is not None and not _is_share(threshold):
         raise ValueError(
             f"language: threshold is {threshold!r}; it must be above 0 and at most 1, or null."

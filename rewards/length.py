@@ -3,6 +3,7 @@
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of, whole
 from grpo_cli.rewards._text import Completions, completion_texts
 
 UNITS = ("characters", "tokens")
@@ -24,10 +25,8 @@ def length(
         unit: "characters" counts the completion's text, "tokens" its token ids as sampled, the end
             token included.
     """
-    if unit not in UNITS:
-        raise ValueError(f"length: unit is {unit!r}; it must be one of {', '.join(UNITS)}.")
-    if isinstance(target, bool) or not isinstance(target, int) or target < 0:
-        raise ValueError(f"length: target is {target!r}; it must be a whole number, 0 or more.")
+    one_of("length: unit", unit, UNITS)
+    whole("length: target", target, least=0)
     if unit == "tokens" and completion_ids is None:
         raise ValueError('length: unit "tokens" needs completion_ids, and none were passed.')
     measured = completion_ids if unit == "tokens" else completion_texts(completions)

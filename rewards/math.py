@@ -30,6 +30,7 @@ from grpo_cli.rewards._answer import (
     number,
     read,
 )
+from grpo_cli.rewards._arguments import one_of
 from grpo_cli.rewards._forms import is_worked_out
 from grpo_cli.rewards._spelling import CHINESE, as_words
 from grpo_cli.rewards._text import (
@@ -135,11 +136,8 @@ def math(
     A row whose gold answer is missing (None or blank) or cannot be read gives None. The metric
     `unreadable_gold` is the share of completions whose gold answer cannot be read.
     """
-    given = {"final": final, "forms": forms, "units": units, "percent": percent}
-    for name, value in given.items():
-        if value not in CHOICES[name]:
-            choices = ", ".join(CHOICES[name])
-            raise ValueError(f"math: {name} is {value!r}; it must be one of {choices}.")
+    for name, value in zip(CHOICES, (final, forms, units, percent), strict=True):
+        one_of(f"math: {name}", value, CHOICES[name])
     rules = _rules(forms, units, percent)
     values: list[float | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import boolean, one_of
 from grpo_cli.rewards._text import Completions, completion_texts
 
 MODES = ("search", "fullmatch")
@@ -39,23 +40,15 @@ def regex(
     A completion on which the pattern backtracks for longer than the reward's timeout gets 0.0 and
     counts as timed out.
     """
-    if mode not in MODES:
-        raise ValueError(f"regex: mode is {mode!r}; it must be one of {', '.join(MODES)}.")
+    one_of("regex: mode", mode, MODES)
     if not isinstance(pattern, str):
         raise ValueError(f"regex: pattern is {pattern!r}; it must be a text, in quotes.")
-    switches = {
-        "ignore_case": ignore_case,
-        "dotall": dotall,
-        "multiline": multiline,
-        "compare": compare,
-    }
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"regex: {name} is {value!r}; it must be true or false.")
-    compiled = _compiled(
-        pattern,
-        ignore_case * re.IGNORECASE | dotall * re.DOTALL | multiline * re.MULTILINE,
-    )
+    boolean("regex: ignore_case", ignore_case)
+    boolean("regex: dotall", dotall)
+    boolean("regex: multiline", multiline)
+    boolean("regex: compare", compare)
+    flags = ignore_case * re.IGNORECASE | dotall * re.DOTALL | multiline * re.MULTILINE
+    compiled = _compiled(pattern, flags)
     match = compiled.search if mode == "search" else compiled.fullmatch
     texts = completion_texts(completions)
     if not compare:

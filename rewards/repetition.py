@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of, whole
 from grpo_cli.rewards._text import Completions, completion_texts
 
 UNITS = ("words", "characters", "tokens")
@@ -34,10 +35,8 @@ def repetition(
             "characters", likewise equal and white space aside, suit languages that write no spaces;
             "tokens" are the token ids as sampled.
     """
-    if unit not in UNITS:
-        raise ValueError(f"repetition: unit is {unit!r}; it must be one of {', '.join(UNITS)}.")
-    if isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 1:
-        raise ValueError(f"repetition: ngram is {ngram!r}; it must be a whole number, 1 or more.")
+    one_of("repetition: unit", unit, UNITS)
+    whole("repetition: ngram", ngram)
     if not _is_number(max_penalty) or max_penalty > 0:
         raise ValueError(
             f"repetition: max_penalty is {max_penalty!r}; it must be a number, 0 or less."

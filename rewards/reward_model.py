@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import one_of, whole
 from grpo_cli.rewards._text import Completions, completion_texts
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ def reward_model(
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with the model may run.
     """
-    _check(dtype, max_length, batch_tokens)
+    one_of("reward_model: dtype", dtype, DTYPES)
+    whole("reward_model: batch_tokens", batch_tokens)
+    if max_length is not None:
+        whole("reward_model: max_length", max_length)
     if not completions:
         return []
     scorer = _load(model, revision, dtype, _resolved(device), trust_remote_code)
@@ -83,18 +87,6 @@ def reward_model(
         for i, row_logits in zip(positions, logits, strict=True):
             scores[i] = row_logits[column]
     return scores
-
-
-def _check(dtype: str, max_length: int | None, batch_tokens: int) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"reward_model: dtype is {dtype!r}; it must be one of {_listed(DTYPES)}.")
-    for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
-        if value is None and name == "max_length":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"reward_model: {name} is {value!r}; it must be a whole number, 1 or more."
-            )
 
 
 def _resolved(device: str | None) -> str:

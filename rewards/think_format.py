@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from grpo_cli.rewards import reward
+from grpo_cli.rewards._arguments import boolean
 from grpo_cli.rewards._text import Completions, completion_texts
 
 OPENING, CLOSING = "<think>", "</think>"
@@ -25,8 +26,7 @@ def think_format(
         answer_tag: a name such as "answer": what follows the thoughts must be exactly
             `<answer>...</answer>`, and neither tag may stand anywhere else.
     """
-    if not isinstance(opening, bool):
-        raise ValueError(f"think_format: opening is {opening!r}; it must be true or false.")
+    boolean("think_format: opening", opening)
     if answer_tag is not None and not _is_tag_name(answer_tag):
         raise ValueError(
             f"think_format: answer_tag is {answer_tag!r}; it must be a tag's name, such as "
