@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from grpo_cli import cli
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.parsing import value_at
 from grpo_cli.config.schema import Callback, Eval, Recipe, Reward, Scoring, knobs
@@ -117,26 +116,6 @@ def test_example_reward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     score(scored, near=Reward("my_rewards:near", weight=0.5, args={"scale": 1000}))
     assert [r.reward_parts["near"] for r in scored.rollouts] == [1.0, pytest.approx(0.228)]
     assert [r.reward for r in scored.rollouts] == [0.5, pytest.approx(0.114)]
-
-
-def test_example_recipe_composes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "my.yaml").write_text(example("recipes.md", "my.yaml"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert cli.run_command(["train", "recipe=./my.yaml", "--cfg", "job"]) == 0
-    printed = capsys.readouterr().out
-    assert "steps: 200" in printed
-    assert "beta: 0.04" in printed
-
-
-def test_readme_example_recipe_composes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "my.yaml").write_text(example("../README.md", "my.yaml"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert cli.run_command(["train", "recipe=./my.yaml", "--cfg", "job"]) == 0
-    assert "steps: 50" in capsys.readouterr().out
 
 
 def test_readme_example_reward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
