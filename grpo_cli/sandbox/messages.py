@@ -552,9 +552,9 @@ class Peer:
         for number, value in enumerate(heap):  # grows during the loop
             items = [self._tree(item, numbers, heap) for item in _items(value)]
             entry = [number, MUTABLE.index(_listed(type(value))), *items]
-            if number not in known or known[number] != _text(entry):
+            if number not in known or known[number] != as_json(entry):
                 entries.append(entry)
-        return _text([entries, tree])
+        return as_json([entries, tree])
 
     def _tree(self, value: Any, numbers: dict[int, int], heap: list[Any]) -> Any:
         kind = type(value)
@@ -614,7 +614,7 @@ class Peer:
         except Exception as error:
             why = f"the program sent something that is no message ({type(error).__name__})"
             raise self.fail(why) from None
-        return value, {entry[0]: _text(entry) for entry in entries}
+        return value, {entry[0]: as_json(entry) for entry in entries}
 
     def _box(self, boxes: dict[int, Any], tag: int, number: int) -> Any:
         if number not in boxes:
@@ -745,5 +745,5 @@ _parts = (None, None, _json.encode_basestring_ascii, None, ":", ",", False, Fals
 _encode: Any = _json.make_encoder(*_parts)  # type: ignore[arg-type]
 
 
-def _text(tree: Any) -> str:
+def as_json(tree: Any) -> str:
     return "".join(_encode(tree, 0))

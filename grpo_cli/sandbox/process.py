@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import marshal
 import math
 import os
@@ -147,7 +148,6 @@ class Sandbox:
     ) -> None:
         self.level = level
         self.limits = limits
-        self.buffer = bytearray()
         try:
             self.folder = None if level.has_own_pids else _Folder()
         except OSError as error:
@@ -215,6 +215,7 @@ class Sandbox:
         command += [python()[0], "-P", "-s", "-S", "-X", "utf8", "-c", _BOOTSTRAP]
         # Not a pipe: a program of this user could reopen it in /proc and write its own results.
         self.results, theirs = socket.socketpair()
+        self.reports = self.results.makefile("rb")
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -286,27 +287,15 @@ class Sandbox:
 
     def _receive(self, seconds: float) -> Finished:
         """Returns the next report of the runner (`runner._send`), without a reason."""
-        end = time.monotonic() + seconds
-        while (newline := self.buffer.find(b"\n")) < 0:
-            self._fill(end)
-        status, *numbers = self.buffer[:newline].decode().split()
-        returncode, took, passed, out, err = map(float, numbers)
-        start, middle = newline + 1, newline + 1 + int(out)
-        stop = middle + int(err)
-        while len(self.buffer) < stop:
-            self._fill(end)
-        stdout = self.buffer[start:middle].decode(errors="replace")
-        stderr = self.buffer[middle:stop].decode(errors="replace")
-        del self.buffer[:stop]
-        return Finished(status, int(returncode), stdout, stderr, took, "", passed == 1)
-
-    def _fill(self, end: float) -> None:
-        if not _is_readable(self.results.fileno(), end - time.monotonic()):
-            raise TimeoutError("it gave no sign of life for too long")
-        data = self.results.recv(1 << 16)
-        if not data:
+        self.results.settimeout(seconds)
+        try:
+            line = self.reports.readline()
+        except TimeoutError:
+            raise TimeoutError("it gave no sign of life for too long") from None
+        if not line.endswith(b"\n"):
             raise EOFError("its process ended without a word")
-        self.buffer += data
+        status, returncode, took, passed, stdout, stderr = json.loads(line)
+        return Finished(status, returncode, stdout, stderr, took, "", passed)
 
     def close(self) -> str:
         """Ends the process and waits for its cleanup; returns its stderr."""
@@ -316,16 +305,15 @@ class Sandbox:
         assert stderr is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
+        self.reports.close()
         self.results.close()
         # Not `process.wait(GRACE_SECONDS)`, which polls in sleeps that are mostly too long.
-        handle = os.pidfd_open(process.pid)
-        try:
-            has_ended = _is_readable(handle, GRACE_SECONDS)
-        finally:
-            os.close(handle)
-        if not has_ended:
+        handle, poll = os.pidfd_open(process.pid), select.poll()
+        poll.register(handle, select.POLLIN)
+        if not poll.poll(max(0.0, GRACE_SECONDS) * 1000):
             process.kill()
         process.wait()
+        os.close(handle)
         os.set_blocking(stderr.fileno(), False)
         errors = stderr.read() or b""
         stderr.close()
@@ -339,12 +327,6 @@ class Sandbox:
                 has_own = self.uid not in (None, NOBODY)
                 _kill_marked(self.folder.path, self.uid if has_own else None)
             self.folder.remove()
-
-
-def _is_readable(fd: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
 def _reason(finished: Finished, limits: Limits) -> str:

@@ -24,7 +24,7 @@ import sys
 import time
 
 from grpo_cli.sandbox.judge import FAILED, PASSED, judge
-from grpo_cli.sandbox.messages import BrokenError, Peer
+from grpo_cli.sandbox.messages import BrokenError, Peer, as_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _send(
     out: bytes = b"",
     err: bytes = b"",
 ) -> None:
-    head = f"{status} {returncode} {seconds:.6f} {passed:d} {len(out)} {len(err)}\n"
-    message = memoryview(head.encode() + out + err)
+    texts = [text.decode(errors="replace") for text in (out, err)]
+    message = memoryview(f"{as_json([status, returncode, seconds, passed, *texts])}\n".encode())
     while message:
         message = message[os.write(RESULTS, message) :]
 
@@ -205,20 +205,14 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
         os.close(fd)
     if monitor.is_over_full:
         status = "output"
+    elif status == "" and returncode < 0:
+        status = "cpu" if returncode == -SIGXCPU else "killed"
     elif status == "":
-        status = _how_it_ended(returncode)
+        status = "ok" if returncode == 0 else "error"
     report = bytes(monitor.texts[verdict])
     passed = status == "ok" and report == PASSED.encode()
     why = report[1:] or bytes(monitor.texts[err])
     _send(status, returncode, took, passed, bytes(monitor.texts[out]), why)
-
-
-def _how_it_ended(returncode: int) -> str:
-    if returncode == -SIGXCPU:
-        return "cpu"
-    if returncode < 0:
-        return "killed"
-    return "ok" if returncode == 0 else "error"
 
 
 def _end(child: int) -> int:
@@ -240,6 +234,7 @@ class _Monitor:
         self, settings: Settings, child: int, folder: str, texts: dict[int, bytearray]
     ) -> None:
         self.settings = settings
+        self.child = child
         self.folders = settings.in_memory or [folder]
         self.texts = texts
         self.is_over_full = False
@@ -248,62 +243,51 @@ class _Monitor:
         for fd in texts:
             os.set_blocking(fd, False)
             self.poll.register(fd, select.POLLIN)
-        self.poll.register(LIFELINE, 0)  # reports POLLHUP without being requested
-        self.ended = os.pidfd_open(child)
-        self.poll.register(self.ended, select.POLLIN)
 
     def until(self, deadline: float) -> str:
         """Returns the reason why the child must be ended, or "" once it has ended by itself."""
+        ended = os.pidfd_open(self.child)
+        self.poll.register(ended, select.POLLIN)
+        self.poll.register(LIFELINE, 0)  # reports POLLHUP without being requested
         look = time.monotonic() + LOOK_SECONDS / 2
         try:
-            while True:
-                now = time.monotonic()
-                if now >= deadline:
-                    return "timeout"
+            while (now := time.monotonic()) < deadline:
                 if now >= look:
                     if problem := _overuse(self.settings, self.folders):
                         return problem
                     look = time.monotonic() + LOOK_SECONDS
-                wait = max(min(deadline, look) - now, 0.001)
-                ready = self._wait(wait)
-                if ready is not None:
-                    return ready
+                ready = self.read(max(min(deadline, look) - now, 0.001))
+                if LIFELINE in ready:
+                    raise CallerGoneError
+                if self.is_over_full or ended in ready:
+                    return "output" if self.is_over_full else ""
+            return "timeout"
         finally:
-            self.poll.unregister(self.ended)
-            os.close(self.ended)
+            self.poll.unregister(LIFELINE)
+            self.poll.unregister(ended)
+            os.close(ended)
 
-    def _wait(self, seconds: float) -> str | None:
-        is_over = False
-        for fd, _ in self.poll.poll(seconds * 1000):
-            if fd == LIFELINE:
-                raise CallerGoneError
-            if fd == self.ended:
-                is_over = True
-            else:
-                self._read(fd)
-        if self.is_over_full:
-            return "output"
-        return "" if is_over else None
-
-    def _read(self, fd: int) -> None:
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return
-        room = self.settings.output - len(self.texts[fd])
-        self.texts[fd] += data[:room]
-        self.is_over_full = self.is_over_full or len(data) > room
-        if not data:
-            self.poll.unregister(fd)
-            self.open.discard(fd)
+    def read(self, seconds: float) -> list[int]:
+        """Waits for output and reads it; returns the file descriptors that are ready."""
+        ready = [fd for fd, _ in self.poll.poll(seconds * 1000)]
+        for fd in self.open.intersection(ready):
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                continue
+            room = self.settings.output - len(self.texts[fd])
+            self.texts[fd] += data[:room]
+            self.is_over_full = self.is_over_full or len(data) > room
+            if not data:
+                self.poll.unregister(fd)
+                self.open.discard(fd)
+        return ready
 
     def drain(self) -> None:
         """Reads the remaining output. All writers are dead or dying."""
-        self.poll.unregister(LIFELINE)
         end = time.monotonic() + 1
         while self.open and not self.is_over_full and time.monotonic() < end:
-            for fd, _ in self.poll.poll(100):
-                self._read(fd)
+            self.read(0.1)
 
 
 # Limits that no rlimit covers: total memory and total file size
