@@ -53,13 +53,13 @@ def cosine_length(
     right = top, number("cosine_length: correct_min", correct_min)
     low = number("cosine_length: wrong_min", wrong_min)
     wrong = low, number("cosine_length: wrong_max", wrong_max)
-    beyond = number("cosine_length: exceed", exceed)
+    beyond: float = number("cosine_length: exceed", exceed)
 
     def value(correct: float, tokens: int) -> float:
         if tokens >= limit:
             return beyond
         at_zero, at_limit = right if correct == 1.0 else wrong
-        return at_limit + (at_zero - at_limit) * (1 + cos(pi * tokens / limit)) / 2
+        return float(at_limit + (at_zero - at_limit) * (1 + cos(pi * tokens / limit)) / 2)
 
     correctness = math(completions=completions, answer=answer)
     return [
