@@ -104,7 +104,10 @@ def grade(
         ValueError: see `prepare`.
     """
     prepared = prepare(tests, setup, entry_point, site_packages)
-    runs = [test["input"] if isinstance(test, Mapping) else _compiled(test) for test in prepared]
+    runs = [
+        test["input"] if isinstance(test, Mapping) else ([*map(_code, test[0])], *test[1:])
+        for test in prepared
+    ]
     passed, seconds, reason = 0, 0.0, ""
     level = find_level(guards, site_packages)
     with Sandbox(level, limits or Limits(), code, runs, total_seconds) as sandbox:
@@ -199,11 +202,6 @@ class _Types(ast.NodeTransformer):
         if node.attr != "__class__" or not isinstance(node.ctx, ast.Load):
             return node
         return ast.Call(ast.Name(TYPE_OF, ast.Load()), [node.value], [])
-
-
-def _compiled(test: Test) -> Test:
-    sources, *rest = test
-    return [_code(source) for source in sources], *rest  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=1000)
@@ -364,10 +362,7 @@ def _does_something(node: ast.stmt) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _short(value: object) -> str:

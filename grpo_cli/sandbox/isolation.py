@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 
 from grpo_cli.sandbox import process
 from grpo_cli.sandbox.process import (
@@ -214,13 +215,8 @@ def _is_hidden(path: str) -> bool:
 
 def _bind(path: str) -> list[str]:
     # Create the parents first, or they would be as inaccessible as this user's home may be.
-    above = [word for folder in _above(path) for word in ("--dir", folder)]
-    return [*above, "--ro-bind", path, path]
-
-
-def _above(path: str) -> list[str]:
-    parent = os.path.dirname(path)
-    return [] if parent == path or parent == "/" else [*_above(parent), parent]
+    _, *above = reversed(PurePosixPath(path).parents)
+    return [*(word for p in above for word in ("--dir", str(p))), "--ro-bind", path, path]
 
 
 def _try(level: Level) -> None:

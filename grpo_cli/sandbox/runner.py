@@ -178,7 +178,9 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
     child = judge = os.fork()
     settings.has_run = True
     if child == 0:
-        _be_the_program(settings, folder, (given, *theirs[:2], theirs[3]), questions, answers)
+        pipes = (questions[0], answers[1]) if questions else ()
+        _become(settings, folder, (given, *theirs[:2]), theirs[3], pipes)
+        _serve(settings.source, *pipes) if pipes else _run_script(settings.source)
     if stdin is None:
         judge = os.fork()
         if judge == 0:
@@ -195,9 +197,9 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
         took = time.monotonic() - start
     finally:
         _kill_all(settings)
-        returncode = os.waitstatus_to_exitcode(_end(judge))
+        returncode = _end(judge)
         if judge != child:
-            program = os.waitstatus_to_exitcode(_end(child))
+            program = _end(child)
             returncode = program if returncode == PROGRAM_GONE else returncode
         _reap(settings)
     monitor.drain()
@@ -217,7 +219,7 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
 
 def _end(child: int) -> int:
     _kill(child)  # a process that has ended keeps its status
-    return os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _kill(process: int) -> None:
@@ -474,22 +476,6 @@ def empty(folder: str) -> None:
 
 
 # The child, until it ends
-
-
-def _be_the_program(
-    settings: Settings,
-    folder: str,
-    fds: tuple[int, ...],
-    questions: tuple[int, ...],
-    answers: tuple[int, ...],
-) -> NoReturn:
-    given, out, err, problem = fds
-    pipes = (questions[0], answers[1]) if questions else ()
-    _become(settings, folder, (given, out, err), problem, pipes)
-    if pipes:
-        _serve(settings.source, *pipes)
-    else:
-        _run_script(settings.source)
 
 
 def _be_the_judge(
