@@ -33,8 +33,7 @@ from grpo_cli.config.compose import (
     recipe_files,
 )
 from grpo_cli.config.interpolation import masked
-from grpo_cli.distributed.parent import die_with_torchrun
-from grpo_cli.distributed.stop_signal import is_started_again
+from grpo_cli.distributed.stop_signal import die_with_torchrun, is_started_again
 from grpo_cli.errors import (
     NO_READER,
     CannotLearn,

@@ -7,7 +7,7 @@ moment at which a state was read, so that clocks need not agree.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from grpo_cli.distributed import heartbeat
@@ -35,8 +35,9 @@ class Seen:
 
     @property
     def doing(self) -> str:
-        """Its stage and step, in words."""
-        return doing(self.state)
+        """Its stage and step, as `reward of step 3`; only the stage before the first step."""
+        stage, step, *_ = self.state
+        return stage if step is None else f"{stage} of step {step}"
 
 
 def status_message(number: int, state: heartbeat.State, *, done: bool) -> str:
@@ -44,53 +45,51 @@ def status_message(number: int, state: heartbeat.State, *, done: bool) -> str:
     return json.dumps([number, done, *state])
 
 
-def limit(states: Iterable[heartbeat.State], stall: float) -> float:
-    """Returns the seconds without a heartbeat that count as a stall; longer during the start."""
-    starts = any(state.stage == heartbeat.START for state in states)
-    return stall * (heartbeat.START_TIMES if starts else 1.0)
-
-
 def silent(running: Mapping[int, Seen], now: float, seconds: float) -> list[int]:
     """Returns the ranks without a new message for `seconds`, whose threads are blocked."""
     return [rank for rank, seen in running.items() if now - seen.at > seconds]
 
 
-def quiet(running: Mapping[int, Seen], mute: Collection[int], now: float) -> float:
-    """Returns the seconds since the last heartbeat of any process that is not in `mute`."""
-    return now - max(seen.beaten for rank, seen in running.items() if rank not in mute)
-
-
-def slowest(running: Mapping[int, Seen], mute: Collection[int], now: float) -> tuple[int, str]:
+def diagnose(
+    running: Mapping[int, Seen],
+    mute: Collection[int],
+    now: float,
+    stall: float,
+    name: Callable[[int], str],
+) -> tuple[int, str] | None:
     """Finds the process that stalls a job.
 
     Args:
-        running: the processes that have not ended, by rank; at least one.
+        running: the processes that have not ended, by rank; one at least is not in `mute`.
         mute: the ranks returned by `silent`.
+        stall: seconds without a heartbeat of any process that count as a stall;
+            `heartbeat.START_TIMES` as many while a process starts.
+        name: returns the name of a process.
 
     Returns:
-        (its rank, the message's text after its name).
+        (its rank, a message); None if there is no stall.
     """
+    starts = any(seen.state.stage == heartbeat.START for seen in running.values())
+    limit = stall * (heartbeat.START_TIMES if starts else 1.0)
+    if now - max(seen.beaten for rank, seen in running.items() if rank not in mute) <= limit:
+        return None
     busy = [rank for rank, seen in running.items() if rank in mute or not seen.state.waiting]
     rank = min(busy or running, key=lambda rank: running[rank].beaten)
     seen = running[rank]
+    text = f"stalled for {duration(limit)}: {name(rank)}"
     if rank in mute:
-        what = f", last in {seen.doing}, has given no answer for {duration(now - seen.at)} "
-        what += "(stopped, in code that holds the GIL, or its machine hangs)"
+        text += f", last in {seen.doing}, has given no answer for {duration(now - seen.at)} "
+        text += "(stopped, in code that holds the GIL, or its machine hangs)"
     else:
-        what = f" has been in {seen.doing} for {duration(now - seen.at + seen.state.inside)}"
+        text += f" has been in {seen.doing} for {duration(now - seen.at + seen.state.inside)}"
     others = len(busy) - 1
     if not busy:
-        what += ", and all wait for one another"
+        text += ", and all wait for one another"
     elif others > 0:
-        what += f"; {others} more are busy, the others wait"
+        text += f"; {others} more are busy, the others wait"
     elif len(running) > 1:
-        what += ", the others wait"
-    return rank, what
-
-
-def doing(state: heartbeat.State) -> str:
-    """Returns stage and step, as `reward of step 3`; only the stage before the first step."""
-    return state.stage if state.step is None else f"{state.stage} of step {state.step}"
+        text += ", the others wait"
+    return rank, text
 
 
 def duration(seconds: float) -> str:

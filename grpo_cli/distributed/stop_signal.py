@@ -12,10 +12,12 @@ kills its processes after its --shutdown-timeout.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -25,6 +27,7 @@ from grpo_cli.errors import UserError
 
 SAFETY_FACTOR = 1.5  # bound on the next duration of a step or save, relative to the last one
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1
 WAKE = signal.SIGUSR2  # the supervisor's signal to a main thread in a user's function
 
 
@@ -52,6 +55,15 @@ def end_of_job() -> float | None:
 def is_under_torchrun() -> bool:
     """Returns whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def die_with_torchrun() -> None:
+    """Makes the kernel kill this process when the torchrun that started it ends.
+
+    It would otherwise survive, wait for torchrun's store, and join the next torchrun at the port.
+    """
+    if sys.platform == "linux" and is_under_torchrun():
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_started_again() -> bool:

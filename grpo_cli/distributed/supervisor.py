@@ -393,24 +393,12 @@ class Supervisor:
             return
         running = self._survey()
         silent = stall_diagnosis.silent(running, now, self.silent)
-        limit = stall_diagnosis.limit([seen.state for seen in running.values()], stall)
-        if (
-            self.rank != min((rank for rank in running if rank not in silent), default=-1)
-            or stall_diagnosis.quiet(running, silent, now) <= limit
-        ):
+        if self.rank != min((rank for rank in running if rank not in silent), default=-1):
             return
-        rank, what = stall_diagnosis.slowest(running, silent, now)
-        text = f"stalled for {stall_diagnosis.duration(limit)}: {self._name(rank)}{what}"
-        self._report_other(
-            Failure(
-                rank,
-                f"{text}; stacks in {self.logs}/.",
-                time.time(),
-                self.rank,
-                is_stall=True,
-                frozen=[self._store.who(rank) for rank in silent] if self._store else [],
-            )
-        )
+        if found := stall_diagnosis.diagnose(running, silent, now, stall, self._name):
+            rank, text = found[0], f"{found[1]}; stacks in {self.logs}/."
+            frozen = [self._store.who(rank) for rank in silent] if self._store else []
+            self._report_other(Failure(rank, text, time.time(), self.rank, True, frozen))
 
     def _end_stalled(self, stall: Failure) -> NoReturn:
         """Dumps the stacks of this process, kills silent ones on its machine, and exits."""

@@ -14,8 +14,8 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True).wa
 """
 PROCESS = """
 import os, time
-from grpo_cli.distributed import parent
-parent.die_with_torchrun()
+from grpo_cli.distributed import stop_signal
+stop_signal.die_with_torchrun()
 first = os.getppid()
 print(os.getpid(), flush=True)
 while os.getppid() == first:

@@ -73,27 +73,64 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return hands
 
 
-# Signals.
-
-
 @pytest.mark.parametrize(
-    ("number", "ends_at", "says"),
+    ("events", "end", "number", "ends_at"),
     [
-        (signal.SIGINT, None, "this step is finished and saved first; once more to stop at once"),
-        (signal.SIGTERM, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
-        (signal.SIGHUP, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
+        ("INT", None, signal.SIGINT, None),
+        ("TERM", None, signal.SIGTERM, 30),
+        ("HUP", None, signal.SIGHUP, 30),
+        ("+1e9", None, None, None),
+        # SLURM sends more than one; the time that is left does not begin again
+        ("USR1 +10 TERM +10 TERM +10 USR1", None, signal.SIGUSR1, 30),
+        # one after a Ctrl-C sets an end, a second does not give it more time
+        ("INT +10 TERM +5 TERM", None, signal.SIGINT, 40),
+        ("INT +10 TERM +5 TERM", 20, signal.SIGINT, 20),
+        # torchrun kills its processes soon after a Ctrl-C
+        ("torchrun INT", None, signal.SIGINT, 30),
+        ("torchrun +5 <INT", None, signal.SIGINT, 35),
+        # another process was told: this one's time begins when it hears of it
+        ("+5 <INT", None, signal.SIGINT, None),
+        ("+5 <TERM", None, signal.SIGTERM, 35),
+        # before a known end of the job
+        ("TERM", 100, signal.SIGTERM, 30),
+        ("TERM", 20, signal.SIGTERM, 20),
+        ("INT", 100, signal.SIGINT, 100),
+        ("+70", 100, None, None),
+        ("+70.5", 100, signal.SIGALRM, 100),
     ],
 )
-def test_a_signal(number: int, ends_at: float | None, says: str, heard: Heard) -> None:
-    run = heard.stop()
-    assert not run.is_requested
-    os.kill(os.getpid(), number)
-    assert run.is_requested
-    assert (run.signal, run.ends_at) == (number, ends_at)
-    assert heard.told == [number], "the other processes are to know"
-    (said,) = heard.said
-    assert said.startswith("stopping: ")
-    assert said.endswith(says)
+def test_what_ends_a_run_and_when(
+    events: str,
+    end: float | None,
+    number: int | None,
+    ends_at: float | None,
+    heard: Heard,
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_torchrun = events.startswith("torchrun")
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    run = heard.stop(grace=30.0, end=end and NOW + end)
+    own = []
+    for event in events.removeprefix("torchrun ").split():
+        if event[0] == "+":
+            clock.now += float(event)
+        elif event[0] == "<":
+            heard.elsewhere = signal.Signals[f"SIG{event[1:]}"]
+        else:
+            own.append(signal.Signals[f"SIG{event}"])
+            signal.raise_signal(own[-1])
+    assert run.is_requested == (number is not None)
+    assert (run.signal, run.ends_at) == (number, ends_at and NOW + ends_at)
+    assert run.is_too_late(math.inf, math.inf) == (ends_at is not None)
+    assert heard.told == own[:1], "the others are to know of the first signal of this process"
+    assert len(heard.said) == (number is not None)
+    if heard.said:
+        at_once = number == signal.SIGINT and not under_torchrun
+        text = "saved first; once more to stop at once" if at_once else "less than 30 s, and else "
+        assert heard.said[0].startswith("stopping: this step is finished and saved")
+        assert text in heard.said[0]
 
 
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(heard: Heard) -> None:
@@ -127,53 +164,6 @@ def test_a_child_that_a_reward_has_forked_dies_of_its_signal(heard: Heard) -> No
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert not run.is_requested
-
-
-def test_without_a_signal_a_run_goes_on(heard: Heard, clock: SimpleNamespace) -> None:
-    run = heard.stop()
-    clock.now += 1e9
-    assert not run.is_too_late(math.inf, math.inf)
-    assert (run.is_requested, heard.said, heard.told) == (False, [], [])
-
-
-def test_the_first_signal_counts(heard: Heard, clock: SimpleNamespace) -> None:
-    """SLURM sends more than one; the time that is left does not begin anew."""
-    run = heard.stop()
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
-        signal.raise_signal(number)
-        clock.now += 10
-    assert (run.signal, run.ends_at) == (signal.SIGUSR1, NOW + 30)
-    assert heard.told == [signal.SIGUSR1]
-    assert len(heard.said) == 1
-
-
-@pytest.mark.parametrize(("end", "ends_at"), [(None, NOW + 40), (NOW + 20, NOW + 20)])
-def test_a_signal_after_a_ctrl_c_sets_an_end(
-    end: float | None, ends_at: float, heard: Heard, clock: SimpleNamespace
-) -> None:
-    run = heard.stop(grace=30.0, end=end)
-    signal.raise_signal(signal.SIGINT)
-    for _ in range(2):  # the second does not give it more time
-        clock.now = NOW + 10 if clock.now == NOW else NOW + 15
-        signal.raise_signal(signal.SIGTERM)
-        assert (run.signal, run.ends_at) == (signal.SIGINT, ends_at)
-    assert run.is_too_late(30.0, 0.0)
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_under_torchrun_a_ctrl_c_sets_an_end(
-    elsewhere: bool, heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It kills the processes soon after."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    run = heard.stop(grace=30.0)
-    if elsewhere:
-        heard.elsewhere = signal.SIGINT
-    else:
-        signal.raise_signal(signal.SIGINT)
-    assert run.is_too_late(30.0, 0.0)
-    assert (run.signal, run.ends_at) == (signal.SIGINT, NOW + 30)
-    assert heard.said[0].endswith("less than 30 s, and else saved as far as it is")
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -241,27 +231,6 @@ def test_a_call_of_a_users_function_is_interrupted_if_the_run_has_to_end(
     signal.raise_signal(WAKE)  # outside of a call the work asks for itself
 
 
-# What other processes were told.
-
-
-@pytest.mark.parametrize(
-    ("number", "ends_at"),
-    [(signal.SIGINT, None), (signal.SIGTERM, NOW + 5 + 30)],
-)
-def test_what_another_process_was_told(
-    number: int, ends_at: float | None, heard: Heard, clock: SimpleNamespace
-) -> None:
-    run = heard.stop()
-    heard.elsewhere = number
-    clock.now += 5  # its time begins when this process hears of it
-    assert run.is_requested
-    assert (run.signal, run.ends_at) == (number, ends_at)
-    assert heard.told == [], "they know"
-    assert len(heard.said) == 1
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
 def test_a_signal_while_the_others_are_asked(heard: Heard) -> None:
     def asked() -> int:
         signal.raise_signal(signal.SIGTERM)
@@ -316,34 +285,6 @@ def test_end_of_job(
     assert end_of_job() == expected
 
 
-def test_a_job_that_ends_is_as_if_it_were_told(heard: Heard, clock: SimpleNamespace) -> None:
-    run = heard.stop(grace=30.0, end=NOW + 100)
-    clock.now = NOW + 70
-    assert not run.is_requested, "there are 30 s"
-    assert not run.is_too_late(math.inf, 0.0), "as long as it is not told it goes on"
-    clock.now += 0.5
-    assert run.is_requested
-    assert (run.signal, run.ends_at) == (signal.SIGALRM, NOW + 100)
-    assert "if that takes less than 30 s" in heard.said[0]
-    assert heard.told == [], "every process knows the job's end"
-
-
-@pytest.mark.parametrize(
-    ("number", "end", "ends_at"),
-    [
-        (signal.SIGTERM, NOW + 100, NOW + 30),
-        (signal.SIGTERM, NOW + 20, NOW + 20),  # less is left than its grace
-        (signal.SIGINT, NOW + 100, NOW + 100),  # in no haste, but gone by then
-    ],
-)
-def test_a_signal_before_the_jobs_end(
-    number: int, end: float, ends_at: float, heard: Heard
-) -> None:
-    run = heard.stop(grace=30.0, end=end)
-    signal.raise_signal(number)
-    assert (run.signal, run.ends_at) == (number, ends_at)
-
-
 @pytest.mark.parametrize(
     ("step", "save", "now", "late"),
     [
@@ -362,10 +303,3 @@ def test_whether_the_step_can_be_finished(
     signal.raise_signal(signal.SIGTERM)
     clock.now = now
     assert run.is_too_late(step, save) == late
-
-
-def test_ctrl_c_leaves_it_all_the_time_it_needs(heard: Heard, clock: SimpleNamespace) -> None:
-    run = heard.stop()
-    signal.raise_signal(signal.SIGINT)
-    clock.now += 1e9
-    assert not run.is_too_late(math.inf, math.inf)

@@ -21,6 +21,7 @@ from tests.programs import PATIENCE, ROOT, environment, torchrun
 
 SCRIPT = ROOT / "tests" / "watched.py"
 NODE = heartbeat.node()
+SLOW = pytest.mark.slow
 LONG = 60.0  # seconds of a stall that no test waits for
 
 
@@ -74,18 +75,16 @@ def log(folder: Path, rank: int, kind: str = "log") -> str:
     return (folder / "logs" / f"rank-{rank}.{kind}").read_text(encoding="utf-8")
 
 
-@pytest.mark.smoke
-def test_a_good_end_is_quiet(tmp_path: Path) -> None:
-    code, screen = launch(tmp_path, "none", 1)
+@pytest.mark.parametrize(
+    "mode", [pytest.param("none", marks=pytest.mark.smoke), pytest.param("early", marks=SLOW)]
+)
+def test_a_good_end_is_quiet(tmp_path: Path, mode: str) -> None:
+    """Also if one process ends before the others."""
+    code, screen = launch(tmp_path, mode, 1)
     assert (code, "".join(screen.split())) == (0, "donedone")
-    assert {p.name for p in (tmp_path / "logs").iterdir()} == {"misdeed", "rank-1.log"}
-    assert "misdeed" in log(tmp_path, 1), "what another than the first prints is in its log"
-
-
-@pytest.mark.slow
-def test_one_that_ends_before_the_others_is_not_missed(tmp_path: Path) -> None:
-    code, screen = launch(tmp_path, "early", 1)
-    assert (code, "".join(screen.split())) == (0, "donedone")
+    if mode == "none":
+        assert {p.name for p in (tmp_path / "logs").iterdir()} == {"misdeed", "rank-1.log"}
+        assert "misdeed" in log(tmp_path, 1), "what another than the first prints is in its log"
 
 
 @pytest.mark.slow
@@ -100,23 +99,33 @@ def test_the_sigterm_that_follows_a_failure_is_no_request_to_stop(tmp_path: Path
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("guilty", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_the_error_of_one_is_the_last_word(tmp_path: Path, guilty: int) -> None:
-    code, screen = launch(tmp_path, "raise", guilty)
-    message = f"process {guilty} on {NODE}, step 2, reward: ValueError: no reward for this"
+@pytest.mark.parametrize(
+    ("mode", "guilty", "processes", "error"),
+    [
+        ("raise", 1, 2, "ValueError: no reward for this"),
+        pytest.param("raise", 0, 2, "ValueError: no reward for this", marks=SLOW),
+        pytest.param("together", 1, 2, "only here", marks=SLOW),
+        pytest.param("sys_exit", 1, 2, "SystemExit: 3", marks=SLOW),
+        # a thread of its own, the others in C++, and its cleanup do not hold up the end
+        pytest.param("stuck_thread", 1, 2, "ValueError: a thread of mine never ends", marks=SLOW),
+        pytest.param("stuck_others", -1, 3, "ValueError: the others are stuck", marks=SLOW),
+        pytest.param("cleanup", 1, 2, "ValueError: and then its cleanup hangs", marks=SLOW),
+    ],
+)
+def test_the_error_of_one_is_the_last_word(
+    tmp_path: Path, mode: str, guilty: int, processes: int, error: str
+) -> None:
+    code, screen = launch(tmp_path, mode, guilty, processes=processes)
+    message = f"process {abs(guilty)} on {NODE}, step 2, reward: {error}"
     assert code == 1
     assert told(screen) == [f"grpo: {message}"]
-    assert root_cause(screen) == message
-    assert screen.index("in misbehave") < screen.index("grpo: "), "its traceback comes before"
-    assert "losed by peer" not in screen
-    assert "no reward for this" in log(tmp_path, guilty)
-    assert "losed by peer" in log(tmp_path, 1 - guilty), "what followed is in the other's log"
-
-
-@pytest.mark.slow
-def test_an_error_of_all_names_where_it_came_from(tmp_path: Path) -> None:
-    _, screen = launch(tmp_path, "together", 1)
-    assert told(screen) == [f"grpo: process 1 on {NODE}, step 2, reward: only here"]
+    if mode not in ("together", "sys_exit"):
+        assert root_cause(screen) == message
+    if mode == "raise":
+        assert screen.index("in misbehave") < screen.index("grpo: "), "its traceback comes before"
+        assert "losed by peer" not in screen
+        assert "no reward for this" in log(tmp_path, guilty)
+        assert "losed by peer" in log(tmp_path, 1 - guilty), "what followed is in the other's log"
 
 
 @pytest.mark.programs
@@ -124,9 +133,9 @@ def test_an_error_of_all_names_where_it_came_from(tmp_path: Path) -> None:
     ("mode", "guilty", "processes", "shown"),
     [
         ("kill", 1, 3, "Signal 9 (SIGKILL)"),
-        pytest.param("kill", 0, 2, "Signal 9 (SIGKILL)", marks=pytest.mark.slow),
-        pytest.param("exit", 1, 2, "To enable traceback", marks=pytest.mark.slow),
-        pytest.param("segfault", 1, 2, "Signal 11 (SIGSEGV)", marks=pytest.mark.slow),
+        pytest.param("kill", 0, 2, "Signal 9 (SIGKILL)", marks=SLOW),
+        pytest.param("exit", 1, 2, "To enable traceback", marks=SLOW),
+        pytest.param("segfault", 1, 2, "Signal 11 (SIGSEGV)", marks=SLOW),
     ],
 )
 def test_a_process_that_vanishes_is_named(
@@ -157,75 +166,38 @@ def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     assert (job.returncode, "".join(screen.split())) == (0, "donedone")
 
 
-@pytest.mark.slow
-def test_sys_exit_of_a_reward_is_an_error(tmp_path: Path) -> None:
-    code, screen = launch(tmp_path, "sys_exit", 1)
-    assert code == 1
-    assert told(screen) == [f"grpo: process 1 on {NODE}, step 2, reward: SystemExit: 3"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "guilty", "processes", "message"),
-    [
-        ("stuck_thread", 1, 2, "a thread of mine never ends"),
-        ("stuck_others", -1, 3, "the others are stuck"),
-        ("cleanup", 1, 2, "and then its cleanup hangs"),
-    ],
-    ids=["a thread of its own", "the others, in C++", "its cleanup"],
-)
-def test_what_hangs_does_not_hold_up_the_end(
-    tmp_path: Path, mode: str, guilty: int, processes: int, message: str
-) -> None:
-    code, screen = launch(tmp_path, mode, guilty, processes=processes)
-    message = f"process 1 on {NODE}, step 2, reward: ValueError: {message}"
-    assert code == 1
-    assert told(screen) == [f"grpo: {message}"]
-    assert root_cause(screen) == message
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stall_shows_the_stacks_of_all(tmp_path: Path, processes: int) -> None:
-    code, screen = launch(tmp_path, "sleep", processes - 1, processes=processes, stall=3)
-    assert code == 1
-    (line,) = told(screen)
-    assert "stalled for 3 s: " in line
-    assert "has been in reward of step 2 for" in line
-    if processes > 1:
-        assert f"process 1 on {NODE}" in line
-        assert line.endswith(f"s, the others wait; stacks in {tmp_path}/logs/.")
-        assert "all_reduce" in log(tmp_path, 0, "stacks.txt")
-    assert "never_returns" in log(tmp_path, processes - 1, "stacks.txt")
+STUCK = "has been in reward of step 2 for"
+FROZEN = "last in reward of step 2, has given no answer"
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("mode", "guilty", "processes"),
+    ("mode", "guilty", "processes", "what", "stack"),
     [
-        ("freeze", 0, 2),
-        pytest.param("freeze", 1, 3, marks=pytest.mark.slow),
-        pytest.param("regex", 0, 2, marks=pytest.mark.slow),
+        ("sleep", 1, 2, f"process 1 on {NODE} {STUCK}", "never_returns"),
+        pytest.param("sleep", 0, 1, STUCK, "never_returns", marks=SLOW),
+        ("freeze", 0, 2, f"process 0 on {NODE}, {FROZEN}", "in misbehave"),
+        pytest.param("freeze", 1, 3, f"process 1 on {NODE}, {FROZEN}", "in misbehave", marks=SLOW),
+        pytest.param("regex", 0, 2, f"process 0 on {NODE}, {FROZEN}", "in misbehave", marks=SLOW),
+        pytest.param("recv", 0, 2, "and all wait for one another", "", marks=SLOW),
     ],
 )
-def test_a_frozen_process_is_ended_by_another(
-    tmp_path: Path, mode: str, guilty: int, processes: int
+def test_a_stall_names_the_slowest_and_shows_the_stacks_of_all(
+    tmp_path: Path, mode: str, guilty: int, processes: int, what: str, stack: str
 ) -> None:
+    """A frozen process, which cannot end itself, is ended by another."""
     code, screen = launch(tmp_path, mode, guilty, processes=processes, stall=3)
     assert code == 1
     (line,) = told(screen)
-    assert f"process {guilty} on {NODE}, last in reward of step 2, has given no answer" in line
-    assert "done" not in screen, "it goes on only to die"
-    assert "in misbehave" in log(tmp_path, guilty, "stacks.txt")
-    assert "all_reduce" in log(tmp_path, 1 - guilty, "stacks.txt")
-
-
-@pytest.mark.slow
-def test_processes_that_wait_for_one_another_are_a_stall(tmp_path: Path) -> None:
-    code, screen = launch(tmp_path, "recv", 0, stall=3)
-    assert code == 1
-    (line,) = told(screen)
-    assert "and all wait for one another" in line
+    assert "stalled for 3 s: " in line
+    assert what in line
+    assert "done" not in screen, "a frozen process goes on only to die"
+    if mode == "recv":
+        return
+    assert stack in log(tmp_path, guilty, "stacks.txt")
+    if processes > 1:
+        assert line.endswith(f"; stacks in {tmp_path}/logs/.")
+        assert "all_reduce" in log(tmp_path, 1 - guilty, "stacks.txt")
 
 
 @pytest.mark.slow

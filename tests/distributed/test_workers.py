@@ -237,21 +237,6 @@ def test_two_processes_are_refused_where_there_is_to_be_one(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_reward_that_raises_on_one_process_ends_all(tmp_path: Path) -> None:
-    done = launch(
-        tmp_path, 2, "reward.evens.function=tests.distributed.test_workers:raises_on_rank_1"
-    )
-    assert done.returncode == 1
-    assert "reward 'evens' raised RuntimeError: only here" in done.stdout + done.stderr
-
-
-def raises_on_rank_1(completions: list[str], **_: Any) -> list[float]:
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("only here")
-    return [1.0] * len(completions)
-
-
-@pytest.mark.slow
 def test_a_failure_does_not_cost_a_checkpoint_that_is_nearly_written(tmp_path: Path) -> None:
     done = launch(
         tmp_path,
