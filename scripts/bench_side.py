@@ -30,7 +30,6 @@ from bench_setup import LORA_ALPHA, Job, reward
 from torch import nn
 
 POLL = 1e-3  # seconds between two looks at the resident memory
-KNOWN = 2**28  # bytes of the allocation that the meter is checked against
 UPDATE = ("update", "forward_backward", "optimizer")  # stages of time/* that make up the update
 METERED = ("update", "forward_backward")  # stages in which memory is looked at
 
@@ -126,21 +125,6 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
         done.set()
         thread.join()
     seen += [before, max(highest, process.memory_info().rss)]
-
-
-def check_meter(device: torch.device) -> None:
-    """Measures a known allocation that is freed again.
-
-    Raises:
-        RuntimeError: the reading is off by more than a twentieth.
-    """
-    with peak_memory(device) as seen:
-        known = torch.ones(KNOWN // 4, device=device)
-        time.sleep(0.02)
-        del known
-    share = (seen[1] - seen[0]) / KNOWN
-    if abs(share - 1) > 0.05:
-        raise RuntimeError(f"the meter sees {share:.2f} of an allocation of {KNOWN:,} bytes")
 
 
 def run_ours(job: Job, probe: Probe) -> None:
@@ -327,8 +311,6 @@ def note(step: Step, lengths: list[int]) -> None:
 def main() -> None:
     job, probe = pickle.loads(Path(sys.argv[1]).read_bytes()), Probe()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    if job.metered:
-        check_meter(probe.device)
     {"ours": run_ours, "trl": run_trl, "generate": run_generate}[job.side](job, probe)
     found = [asdict(step) for step in probe.steps]
     (Path(job.output) / "result.json").write_text(json.dumps(found), encoding="utf-8")

@@ -19,12 +19,6 @@ import datasets
 from PIL import Image, ImageDraw
 
 SAMPLES = Path(__file__).resolve().parent.parent / "grpo_cli" / "samples"
-LICENSES = (
-    "CMATH.CC-BY-4.0.txt", "DeepSeek-Coder.MIT.txt", "DeepSeek-Math.MIT.txt",
-    "grade-school-math.MIT.txt", "human-eval.MIT.txt", "MATH.MIT.txt",
-    "math-evaluation-harness.MIT.txt", "MGSM.CC-BY-4.0.txt", "prm800k.MIT.txt", "SVAMP.MIT.txt",
-    "aiwaves-agents.Apache-2.0.txt",
-)  # fmt: skip
 MATH_FIELDS = "id question answer solution subject level"
 BENCHMARKS = {  # file, number of rows, fields
     "gsm8k": ("gsm8k/test.jsonl", 20, "id question answer solution"),
@@ -70,8 +64,7 @@ def main() -> None:
     arithmetic = sums(below=40)
     gsm8k_fields = "id question answer solution"
 
-    for folder in ("LICENSES", "benchmarks"):
-        (SAMPLES / folder).mkdir(parents=True, exist_ok=True)
+    (SAMPLES / "benchmarks").mkdir(parents=True, exist_ok=True)
     write("gsm8k_train.jsonl.gz", keep(gsm8k_train[:1000], gsm8k_fields))
     write("gsm8k_test.jsonl", keep(spread(gsm8k_test, 200), gsm8k_fields))
     write("arithmetic_train.jsonl", arithmetic[:1400])
@@ -90,8 +83,7 @@ def main() -> None:
         if name == "mbpp":  # the split that papers report
             rows = [row for row in rows if row["split"] == "test"]
         write(f"benchmarks/{name}.jsonl", keep(spread(rows, count), fields))
-    for name in LICENSES:
-        shutil.copyfile(data / "LICENSES" / name, SAMPLES / "LICENSES" / name)
+    shutil.copytree(data / "LICENSES", SAMPLES / "LICENSES", dirs_exist_ok=True)
 
 
 def chat_sums(count: int) -> list[Row]:

@@ -25,15 +25,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 GLIBC = (17, 24, 26, 27, 28, 31, 34)  # pip wants each version named that a wheel may ask for
 TARGET = {  # of the markers in requirements
-    "python_version": "3.12",
-    "python_full_version": "3.12.3",
-    "sys_platform": "linux",
-    "platform_machine": "x86_64",
-    "platform_python_implementation": "CPython",
-    "implementation_name": "cpython",
-    "os_name": "posix",
-    "platform_system": "Linux",
-}
+    "python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux",
+    "platform_machine": "x86_64", "platform_python_implementation": "CPython",
+    "implementation_name": "cpython", "os_name": "posix", "platform_system": "Linux",
+}  # fmt: skip
 
 
 def read_image(text: str) -> dict[str, str | None]:
