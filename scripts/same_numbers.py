@@ -34,7 +34,7 @@ COMPARED = (
 )  # fmt: skip
 GONE = ("episode/stop/episode_seconds",)  # metrics that a commit has removed on purpose
 MOST_SECONDS = 3600  # of one run
-EVALUATED = ("accuracy", "interval", "mean_length", "clipped_ratio", "no_answer")
+EVALUATED: tuple[str, ...] = ("accuracy", "interval", "mean_length", "clipped_ratio", "no_answer")
 EVALUATED += ("turns", "unscored", "rows")
 SAME = ["device=cpu", "steps=5", "eval.every=5", "checkpoint.every=5", "overwrite=true"]
 SUMS = ["recipe=arithmetic_tiny", "prompts_per_step=16", "update.tokens_per_micro_batch=256"]
