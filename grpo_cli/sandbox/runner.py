@@ -173,7 +173,8 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
     os.lseek(given, 0, os.SEEK_SET)
     ours, theirs = zip(*(os.pipe() for _ in range(4)), strict=True)
     out, err, verdict, problem = ours
-    questions, answers = (os.pipe(), os.pipe()) if stdin is None else ((), ())
+    questions: tuple[int, ...] = os.pipe() if stdin is None else ()
+    answers: tuple[int, ...] = os.pipe() if stdin is None else ()
     start = time.monotonic()
     child = judge = os.fork()
     settings.has_run = True
