@@ -30,12 +30,34 @@ WORTH = 3 * 2**19
 COPIED = 2**24  # maximum bytes of copied prompts per layer
 
 
+def attend_to_prompts(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Computes the attention of groups of rows to the prompt that each group shares.
+
+    Args:
+        queries: [groups * width, Hkv, query heads of a key head, D].
+        keys, values: [groups, Hkv, P, D]. mask: [groups, 1, 1, P].
+
+    Returns:
+        The outputs, shaped as the queries, and their log-sum-exps.
+    """
+    rows, heads, repeats, dim = queries.shape
+    width = rows // len(keys)
+    together = queries.view(-1, width, heads, repeats, dim).transpose(1, 2)
+    found = flash(
+        together.reshape(-1, heads, width * repeats, dim), keys, values, mask=mask, scale=scale
+    )
+    out, lse = (
+        t.view(-1, heads, width, repeats, *t.shape[3:]).transpose(1, 2).flatten(0, 1) for t in found
+    )
+    return out, lse
+
+
 class DecodeBatch:
     """Holds rows that began together, with their caches; all have the same number of tokens."""
 
-    def __init__(
-        self, prefill: Prefill | Continuation, numbers: Sequence[int], state: DecodingState
-    ) -> None:
+    def __init__(self, prefill: Prefill, numbers: Sequence[int], state: DecodingState) -> None:
         """numbers: indices of the prompts in `prefill`; each gets `state.num_generations` rows."""
         self.state = state
         self.num_generations = num_generations = state.num_generations
@@ -152,18 +174,8 @@ class DecodeBatch:
         else:
             spread = queries.new_zeros(groups * width, *queries.shape[1:])
             spread[self.places] = queries
-        repeats = queries.shape[2]
-        together = spread.view(groups, width, heads, repeats, dim).transpose(1, 2)
-        of_prompt, lse_of_prompt = flash(
-            together.reshape(groups, heads, width * repeats, dim),
-            self.prompt_keys[layer],
-            self.prompt_values[layer],
-            mask=self.prompt_mask,
-            scale=scale,
-        )
-        of_prompt, lse_of_prompt = (
-            t.view(groups, heads, width, repeats, *t.shape[3:]).transpose(1, 2).flatten(0, 1)
-            for t in (of_prompt, lse_of_prompt)
+        of_prompt, lse_of_prompt = attend_to_prompts(
+            spread, self.prompt_keys[layer], self.prompt_values[layer], self.prompt_mask, scale
         )
         if self.places is not None:
             of_prompt, lse_of_prompt = of_prompt[self.places], lse_of_prompt[self.places]

@@ -50,11 +50,14 @@ class Prefill:
         return padded
 
     def mask(self, like: Tensor) -> Tensor | None:
-        """Returns the mask of the padding in `padded`, [prompts, 1, 1, P], or None."""
-        return padding_mask(self.lengths, like)
+        """Returns the mask of the padding in `padded`, [prompts, 1, 1, P]; None without padding."""
+        if min(self.lengths) == max(self.lengths):
+            return None
+        columns = torch.arange(max(self.lengths), device=like.device)
+        return mask_of(columns >= torch.tensor(self.lengths, device=like.device)[:, None], like)
 
 
-class Continuation:
+class Continuation(Prefill):
     """Computes the attention of prompts whose prefixes are cached; see `Prefill`.
 
     Two prompts of 5 and 4 tokens, of which 3 and 1 are cached:
@@ -128,10 +131,6 @@ class Continuation:
         return bias.masked_fill(hidden, -torch.inf)[:, None]
 
     def padded(self, layers: list[Tensor]) -> Tensor:
-        """Returns keys or values of all layers, padded: [L, B, Hkv, P, D].
-
-        Empties the list while it fills the result.
-        """
         known, lengths = (
             torch.tensor(t, device=self.device)[:, None] for t in (self.known, self.lengths)
         )
@@ -143,21 +142,6 @@ class Continuation:
         for layer in padded:
             layer.copy_(layers.pop(0)[row, :, column].transpose(1, 2))
         return padded
-
-    def mask(self, like: Tensor) -> Tensor | None:
-        """Returns the mask of the padding in `padded`, [B, 1, 1, P], or None."""
-        return padding_mask(self.lengths, like)
-
-
-def padding_mask(lengths: Sequence[int], like: Tensor) -> Tensor | None:
-    """Returns the mask of the columns after each row's length, [rows, 1, 1, longest].
-
-    None if all rows have the same length.
-    """
-    if min(lengths) == max(lengths):
-        return None
-    columns = torch.arange(max(lengths), device=like.device)
-    return mask_of(columns >= torch.tensor(lengths, device=like.device)[:, None], like)
 
 
 def mask_of(hidden: Tensor, like: Tensor) -> Tensor:

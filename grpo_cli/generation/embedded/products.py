@@ -2,7 +2,7 @@
 
 The product of a few rows with a large weight takes at best as long as reading the weight. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
-does so once (`prepack`). The results equal those of `F.linear` except for rounding. With up to
+does so once (`Product.of`). The results equal those of `F.linear` except for rounding. With up to
 1,024 input features the result of a row does not depend on the number of rows (seen with AVX-512);
 with more, the result of a single row may differ in the last bits.
 """
@@ -10,7 +10,6 @@ with more, the result of a single row may differ in the last bits.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +47,15 @@ class Product:
         weights: tuple[Tensor, ...] = tuple(linear.weight for linear in linears)
         biases: tuple[Tensor | None, ...] = tuple(linear.bias for linear in linears)
         is_large = sum(weight.numel() for weight in weights) >= LARGE
-        if prepacks and is_large and all(weight.dtype == torch.float32 for weight in weights):
-            return cls(weights, biases, *prepack(weights, biases))
-        return cls(weights, biases)
+        if not (prepacks and is_large and all(w.dtype == torch.float32 for w in weights)):
+            return cls(weights, biases)
+        together = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(together)
+        if all(bias is None for bias in biases):
+            return cls(weights, biases, packed)
+        zeros = (weight.new_zeros(len(weight)) for weight in weights)
+        full = [z if b is None else b for z, b in zip(zeros, biases, strict=True)]
+        return cls(weights, biases, packed, torch.cat(full))
 
     @property
     def width(self) -> int:
@@ -59,34 +64,29 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes [N, in] -> [N, sum of out]."""
-        return self._plain(x) if self.packed is None else self._with(x, "none")
-
-    def silu(self, x: Tensor) -> Tensor:
-        """Applies SiLU (arXiv 1606.08415) to the product."""
-        return F.silu(self._plain(x)) if self.packed is None else self._with(x, "swish")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """Multiplies the product by another tensor [N, sum of out]."""
-        return self._plain(x) * other if self.packed is None else self._and(x, other, "mul")
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Adds another tensor [N, sum of out] to the product."""
-        return self._plain(x) + other if self.packed is None else self._and(x, other, "add")
-
-    def _plain(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self._packed(x, "none")
         parts = [F.linear(x, *part) for part in zip(self.weights, self.biases, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def _with(self, x: Tensor, then: str) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x, self.packed, self.packed_bias, then, [], ""
-        )
-        return product
+    def silu(self, x: Tensor) -> Tensor:
+        """Applies SiLU (arXiv 1606.08415) to the product."""
+        return F.silu(self(x)) if self.packed is None else self._packed(x, "swish")
 
-    def _and(self, x: Tensor, other: Tensor, then: str) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, other, self.packed, self.packed_bias, then
-        )
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """Multiplies the product by another tensor [N, sum of out]."""
+        return self(x) * other if self.packed is None else self._packed(x, "mul", other)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Adds another tensor [N, sum of out] to the product."""
+        return self(x) + other if self.packed is None else self._packed(x, "add", other)
+
+    def _packed(self, x: Tensor, then: str, other: Tensor | None = None) -> Tensor:
+        operator = torch.ops.mkldnn._linear_pointwise
+        if other is None:
+            product: Tensor = operator.default(x, self.packed, self.packed_bias, then, [], "")
+        else:
+            product = operator.binary(x, other, self.packed, self.packed_bias, then)
         return product
 
 
@@ -100,15 +100,3 @@ def may_prepack(model: PreTrainedModel) -> bool:
         and platform.machine() in ARCHITECTURES
         and sum(w.nbytes for w in model.parameters()) <= SHARE * total_memory()
     )
-
-
-def prepack(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    """Copies weights [out, in] into one packed weight of oneDNN; returns it and the bias."""
-    together = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(together)
-    if all(bias is None for bias in biases):
-        return packed, None
-    zeros = (weight.new_zeros(len(weight)) for weight in weights)
-    return packed, torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)])

@@ -19,15 +19,16 @@ differ from that step's by rounding, since attention is over more columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch
+from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch, attend_to_prompts
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs, Replay
@@ -59,6 +60,9 @@ def column_bucket(columns: int, most: int) -> int:
     return min(size, -(-most // MULTIPLE) * MULTIPLE)
 
 
+CacheOf = Callable[[], KeptCache]  # returns the cache of a row: its prompt and all tokens but one
+
+
 @dataclass
 class StaticRow:
     """Describes a row of a `StaticBatch`: a completion in decoding."""
@@ -82,20 +86,6 @@ class StaticRow:
     def left(self) -> int:
         """Returns the number of tokens that may still be drawn."""
         return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
-
-
-@dataclass(frozen=True)
-class Source:
-    """Locates the cache of a row: its batch, and its index there."""
-
-    row: StaticRow
-    batch: StaticBatch | DecodeBatch
-    place: int
-
-    @property
-    def cache(self) -> KeptCache:
-        """Returns the keys and values of the row's prompt and its tokens except the last."""
-        return self.batch.cache_of(self.place)
 
 
 class Bucket:
@@ -129,9 +119,11 @@ class Bucket:
 class StaticBatch:
     """Holds the buffers of a bucket, and decodes the rows in it."""
 
-    def __init__(self, direct: DirectForward, bucket: Bucket, sources: Sequence[Source]) -> None:
-        """sources: where the caches of the bucket's rows are."""
-        rows, like = bucket.rows, sources[0].batch.keys
+    def __init__(
+        self, direct: DirectForward, bucket: Bucket, caches: Sequence[CacheOf], like: Tensor
+    ) -> None:
+        """caches: return the caches of the bucket's rows. like: keys, as in `Bucket`."""
+        rows = bucket.rows
         self.direct, self.shared = direct, bucket.shared
         self.keys: Tensor
         self.values: Tensor
@@ -142,7 +134,7 @@ class StaticBatch:
         self.prompt_keys, self.prompt_values = (
             like.new_zeros(bucket.prompt_shape) for _ in range(2)
         )
-        self._copy(bucket, sources)
+        self._copy(bucket, caches)
         self.rows = dict(enumerate(rows))  # unfinished rows by their index in the buffers
         self.slots = {group: slot for slot, group in enumerate(bucket.groups)}
         self.steps = bucket.steps  # steps that the columns allow
@@ -194,18 +186,18 @@ class StaticBatch:
                 noise[: len(stream), place] = stream
         return torch.from_numpy(noise)
 
-    def _copy(self, bucket: Bucket, sources: Sequence[Source]) -> None:
+    def _copy(self, bucket: Bucket, caches: Sequence[CacheOf]) -> None:
         """Copies the caches of rows, and of shared prompts."""
-        first: dict[tuple[int, int], Source] = {}
-        for source in sources:
-            first.setdefault(source.row.group, source)
+        first: dict[tuple[int, int], CacheOf] = {}
+        for row, cache_of in zip(bucket.rows, caches, strict=True):
+            first.setdefault(row.group, cache_of)
         for slot, (group, length) in enumerate(bucket.groups.items()):
-            cache = first[group].cache
+            cache = first[group]()
             self.prompt_keys[:, slot, :, :length] = cache.keys[:, :, :length]
             self.prompt_values[:, slot, :, :length] = cache.values[:, :, :length]
-        for place, source in enumerate(sources):
-            used, cache = bucket.used(source.row), source.cache
-            behind = source.row.prompt_length if bucket.shared else 0
+        for place, (row, cache_of) in enumerate(zip(bucket.rows, caches, strict=True)):
+            used, cache = bucket.used(row), cache_of()
+            behind = row.prompt_length if bucket.shared else 0
             self.keys[:, place, :, :used] = cache.keys[:, :, behind:]
             self.values[:, place, :, :used] = cache.values[:, :, behind:]
 
@@ -247,21 +239,15 @@ class StaticBatch:
         out, lse = flash(queries, self.keys[layer], self.values[layer], mask=self.mask, scale=scale)
         if not self.shared:
             return out.reshape(size, -1, dim)
-        repeats = queries.shape[2]
-        together = queries.index_select(0, self.whose).view(-1, self.width, heads, repeats, dim)
-        of_prompt, lse_of_prompt = flash(
-            together.transpose(1, 2).reshape(-1, heads, self.width * repeats, dim),
+        of_prompt, lse_of_prompt = attend_to_prompts(
+            queries.index_select(0, self.whose),
             self.prompt_keys[layer],
             self.prompt_values[layer],
-            mask=self.prompt_mask,
-            scale=scale,
+            self.prompt_mask,
+            scale,
         )
         of_prompt, lse_of_prompt = (
-            t.view(-1, heads, self.width, repeats, *t.shape[3:])
-            .transpose(1, 2)
-            .flatten(0, 1)
-            .index_select(0, self.back)
-            for t in (of_prompt, lse_of_prompt)
+            t.index_select(0, self.back) for t in (of_prompt, lse_of_prompt)
         )
         return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
 
@@ -288,18 +274,20 @@ class StaticBatch:
                 del self.rows[place]
 
 
-def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]:
-    """Yields the rows of batches with the location of their caches."""
+def rows_of(
+    batches: Sequence[StaticBatch | DecodeBatch],
+) -> Iterator[tuple[StaticRow, CacheOf]]:
+    """Yields the rows of batches, each with the function that returns its cache."""
     for batch in batches:
         if isinstance(batch, StaticBatch):
             for place, row in batch.rows.items():
-                yield Source(row, batch, place)
+                yield row, partial(batch.cache_of, place)
             continue
         for place, number in enumerate(batch.rows):
             prompt = number // batch.num_generations
             first = batch.first_positions[prompt]
             row = StaticRow(batch.state, number, batch.prompt_lengths[prompt], first)
-            yield Source(row, batch, place)
+            yield row, partial(batch.cache_of, place)
 
 
 class StaticDecoding:
@@ -339,12 +327,13 @@ class StaticDecoding:
             batch = batches[0]
         if batch is None or not batch.steps_left or row_bucket(len(batch)) <= batch.size // 2:
             self.release()
-            sources, keys = list(sources_of(batches)), batches[0].keys
-            bucket = Bucket([source.row for source in sources], keys)
+            rows, caches = zip(*rows_of(batches), strict=True)
+            keys = batches[0].keys
+            bucket = Bucket(rows, keys)
             begins = not any(isinstance(batch, StaticBatch) for batch in batches)
             if begins and bucket.bytes > SHARE * free_memory(keys.device):
                 return None
-            batch = StaticBatch(self.direct, bucket, sources)
+            batch = StaticBatch(self.direct, bucket, caches, keys)
         steps = min(STEPS, batch.steps_left)
         for _ in range(steps):
             # The first step of a bucket does the one-time set-up; the second is captured.
