@@ -72,42 +72,42 @@ class Server:
         """Returns the headers of every request."""
         return server_key.headers(self.key)
 
-    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK) -> Any:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = QUICK,
+        *,
+        is_json: bool = True,
+    ) -> Any:
         """Sends a POST, or a GET if `body` is None, and returns the answer.
 
         Each call opens a new connection, since the server closes its connections after an error.
+
+        Args:
+            is_json: whether the answer is JSON; if not, it is not returned.
         """
-        return self._good(path, self._request(path, body, timeout))
-
-    def post(self, path: str, body: dict[str, Any], timeout: float = QUICK) -> None:
-        """Sends a POST whose answer is not JSON; raises as `call` does."""
-        self._check_status(path, self._request(path, body, timeout))
-
-    def _request(self, path: str, body: dict[str, Any] | None, timeout: float) -> httpx2.Response:
-        method = "GET" if body is None else "POST"
+        method, url = "GET" if body is None else "POST", self.url + path
         try:
-            return self.http.request(
-                method, self.url + path, json=body or None, headers=self.headers, timeout=timeout
+            answer = self.http.request(
+                method, url, json=body or None, headers=self.headers, timeout=timeout
             )
         except (httpx2.HTTPError, OSError) as error:
             raise self.lost(path, failure(error, timeout)) from error
+        return self._content(path, answer, is_json=is_json)
 
-    def _good(self, path: str, answer: httpx2.Response) -> Any:
-        self._check_status(path, answer)
+    def _content(self, path: str, answer: httpx2.Response, *, is_json: bool = True) -> Any:
+        if answer.status_code == 400:
+            said = f"server {self.url}: {path} was refused: {reason(answer)}"
+            raise TrainingError(said, alone=True)
+        if answer.status_code != 200:
+            lost = self.lost(path, f"answered {answer.status_code}: {reason(answer)}")
+            lost.status = answer.status_code
+            raise lost
         try:
-            return answer.json() if answer.content else None
+            return answer.json() if is_json and answer.content else None
         except ValueError as error:
             raise self.lost(path, "answered something else than JSON") from error
-
-    def _check_status(self, path: str, answer: httpx2.Response) -> None:
-        if answer.status_code == 200:
-            return
-        said = reason(answer)
-        if answer.status_code == 400:
-            raise TrainingError(f"server {self.url}: {path} was refused: {said}", alone=True)
-        lost = self.lost(path, f"answered {answer.status_code}: {said}")
-        lost.status = answer.status_code
-        raise lost
 
     def lost(self, path: str, why: str) -> ServerLost:
         """Returns the error for a failed call, with the end of the server's log if it is local."""
@@ -216,7 +216,7 @@ class Server:
             lost = self.lost(path, failure(error, REQUEST_SECONDS))
             lost.is_passing = isinstance(error, (httpx2.NetworkError, httpx2.ProtocolError))
             raise lost from error
-        found = self._good(path, answer)
+        found = self._content(path, answer)
         images.check_ids(prompt, found.get("prompt_token_ids"))
         choices = found["choices"]
         if len(choices) != params["n"]:

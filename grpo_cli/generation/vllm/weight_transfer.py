@@ -294,7 +294,7 @@ class AdapterLink(Link):
                 self.release()
             body = {"lora_name": self.name, "lora_path": path}
             try:
-                self.server.post("/v1/load_lora_adapter", body, self.timeout)
+                self.server.call("/v1/load_lora_adapter", body, self.timeout, is_json=False)
             except ServerLost as error:
                 hint = f"If vLLM cannot apply this adapter, {lora.OTHER_WAY}."
                 raise ServerLost(f"{error}\n{hint}") from error
@@ -302,7 +302,7 @@ class AdapterLink(Link):
         self.server.call("/update_weight_version", {"new_version": version})
 
     def release(self) -> None:
-        self.server.post("/v1/unload_lora_adapter", {"lora_name": self.name})
+        self.server.call("/v1/unload_lora_adapter", {"lora_name": self.name}, is_json=False)
 
     def close(self) -> None:
         self.folder.remove()
