@@ -344,17 +344,15 @@ class ScoringSession:
     def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         """Returns a function's result for each sample; failures become results with an error."""
         theirs = [s for s in samples if reward.applies_to(s)]
-        results = iter(self._results(reward, theirs) if theirs else ())
-        return [next(results) if reward.applies_to(s) else RewardResult() for s in samples]
-
-    def _results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
+        if not theirs:
+            return [RewardResult() for _ in samples]
         if reward.timeout is None:
             with heartbeat.calling(), keeps_files_open(reward.name):
-                results = self._called_here(reward, samples)
+                results = self._called_here(reward, theirs)
         else:
-            rounds = 1 + len(samples) / reward.concurrency
+            rounds = 1 + len(theirs) / reward.concurrency
             end = time.monotonic() + reward.timeout * rounds + GRACE
-            results = [self._awaited(reward, sample, end) for sample in samples]
+            results = [self._awaited(reward, sample, end) for sample in theirs]
             self.counts[f"rewards/{reward.name}/timeouts"] += sum(v.timed_out for v in results)
         failed = [v.error for v in results if v.error is not None and not v.timed_out]
         if failed:
@@ -362,7 +360,8 @@ class ScoringSession:
         if reward.on_error == "count":
             self.counts[f"rewards/{reward.name}/errors"] += len(failed)
         self.counts[f"time/rewards/{reward.name}"] += sum(v.seconds for v in results)  # type: ignore[assignment]
-        return results
+        left = iter(results)
+        return [next(left) if reward.applies_to(s) else RewardResult() for s in samples]
 
     def _awaited(self, reward: BoundReward, sample: Sample, end: float) -> RewardResult:
         future, was_known = self._under_way.pop((reward.name, id(sample)))
