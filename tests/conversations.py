@@ -1,4 +1,4 @@
-"""A feed of conversations: each completion is followed by a reply of random tokens."""
+"""Conversations with an engine: each completion is followed by a reply of random tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-from grpo_cli.generation.base import Generator, Request, Work
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion
@@ -48,16 +47,22 @@ class Conversations:
         self.left = [turns] * self.size
         self.ready: list[int] = []
         self.waiting = 0
-        self.notified: Callable[[], None] = lambda: None
         self.lock = threading.Lock()
         self.log: list[tuple[str, int]] = []  # what was asked and answered, by conversation
 
     def run(self, generator: Generator) -> None:
-        generator.converse(self.first, self.begun, self)
-
-    def begun(self, number: int, group: list[Completion]) -> None:
-        for j, c in enumerate(group):
-            self._put(number * self.num_generations + j, c)
+        with generator.session() as session:
+            session.submit(self.first)
+            while session.unfinished or self._wait():
+                joins = session.joins_requests and not self.is_repeatable
+                if joins or not session.unfinished:
+                    session.submit(self._next_turns())
+                if not session.unfinished:
+                    continue
+                for request, number, completions in session.poll(0.02):
+                    start = number * len(completions)
+                    for j, c in enumerate(completions):
+                        self._put(request.conversations[start + j], c)
 
     def _put(self, n: int, c: Completion) -> None:
         self.log.append(("sampled", n))
@@ -75,7 +80,6 @@ class Conversations:
                 self.ids[n] += reply
                 self.ready.append(n)
                 self.waiting -= 1
-            self.notified()
 
         with self.lock:
             self.waiting += 1
@@ -84,43 +88,20 @@ class Conversations:
         else:
             answer()
 
-    def take(self, *, exact: bool = False) -> list[Work]:
+    def _next_turns(self) -> Request:
         with self.lock:
             taken, self.ready = sorted(self.ready), []
-        return [self._work(taken)] if taken else []
-
-    def _work(self, taken: list[int]) -> Work:
         self.log += [("asked", n) for n in taken]
         seeds = [derive_seed(n, self.left[n]) for n in taken]
-        request = replace(
-            self.first,
-            prompts=as_prompts([self.ids[n] for n in taken]),
-            num_generations=1,
-            seeds=seeds,
-            conversations=taken,
+        prompts = as_prompts([self.ids[n] for n in taken])
+        return replace(
+            self.first, prompts=prompts, num_generations=1, seeds=seeds, conversations=taken
         )
-        return request, partial(self._followed, taken)
 
-    def _followed(self, taken: list[int], i: int, group: list[Completion]) -> None:
-        self._put(taken[i], group[0])
-
-    def take_round(self) -> Work:
-        works = self.take()
-        return works[0] if works else self._work([])
-
-    def wait(self, patience: float) -> bool:
-        end = time.monotonic() + 30
+    def _wait(self) -> bool:
+        begin = time.monotonic()
         while self.waiting and (self.is_repeatable or not self.ready):
-            assert time.monotonic() < end, "it waits for ever"
+            assert time.monotonic() < begin + 30, "it waits for ever"
             time.sleep(0.005)
+        self.seconds_waited += time.monotonic() - begin
         return bool(self.ready)
-
-    def is_waiting(self) -> bool:
-        with self.lock:
-            return bool(self.waiting or self.ready)
-
-    def is_open(self, conversation: int) -> bool:
-        return self.left[conversation] > 0
-
-    def notify(self, call: Callable[[], None]) -> None:
-        self.notified = call

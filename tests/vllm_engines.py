@@ -26,7 +26,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
-from grpo_cli.generation.base import EngineSetup, Generator
+from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
 from grpo_cli.models import adapters
@@ -153,15 +153,14 @@ def played(
         Prompt(n, ids, [{"role": "user", "content": tokenizer.decode(ids)}], {})
         for n, ids in enumerate(PROMPTS)
     ]
-    found: list[Rollout] = []
-
-    def hand_over(number: int, prompts: Sequence[Prompt], group: list[Completion]) -> None:
-        found.extend(Rollout(p, c, "") for p, c in zip(prompts, group, strict=True))
-
     with contextlib.closing(Sessions(settings)) as sessions:
         loop = EpisodeLoop(sessions, {"": Chat(tokenizer, [2])}, EpisodeSettings(order=order))
-        loop.sample(generator, prompts, 2, sampling, SEEDS, hand_over)
-    return found
+        with loop.sample(generator, Request(prompts, 2, sampling, SEEDS)) as sampled:
+            return [
+                Rollout(p, c, "")
+                for _, own, group in sampled
+                for p, c in zip(own, group, strict=True)
+            ]
 
 
 @dataclass

@@ -10,13 +10,16 @@ Tokens are appended and never rendered again: the model trains on exactly the to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
+
+# Yields the answer of an environment that it waits for, or None if it waits for sampled tokens.
+Play = Generator[Future[Observation] | None, Any, None]
 
 # Stop reasons for which `finish_reason` is "length": a limit has cut the episode.
 CUT = ("max_turns", "turn_tokens", "max_tokens")
@@ -70,10 +73,10 @@ class Episode:
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
+    play: Play = field(init=False)  # plays it, see `loop`
     session: EnvironmentSession | None = None
     first: Observation | None = None  # the observation from `reset`
     exchanges: list[Exchange] = field(default_factory=list)
-    replayed: int = 0  # number of exchanges that the current environment has seen
     opened: int = 0  # number of environments opened so far
     failures: int = 0  # number of failures of its own environments
     bystander_failures: int = 0  # losses through another environment's failure in the worker

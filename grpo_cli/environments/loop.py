@@ -3,7 +3,7 @@
 A ready episode is continued as a prompt, by one turn or by a piece of a turn. Then its environment
 answers, and the tokens of the reply are appended. The random stream of an episode depends on (its
 prompt's seed, its index in the group, its pieces) and on no other episode. The engine chooses which
-episodes share a batch, see `Generator.converse`.
+episodes share a batch, see `generation.base.Session`.
 
 Faults. An environment that fails is replaced by a fresh one with the same seed, to which the turns
 so far are replayed. If all its answers are the same, the episode continues. On a different answer
@@ -19,7 +19,8 @@ import json
 import math
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator as Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,26 +35,30 @@ from grpo_cli.environments.episode import (
     EnvironmentSession,
     Episode,
     Exchange,
+    Play,
     has_same_effect,
 )
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.response import MalformedCall
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import Generator, Request, Work
+from grpo_cli.generation.base import Generator, Request, Session
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 
-BEAT_SECONDS = 0.5
+BEAT_SECONDS = 0.5  # longest wait between two heartbeats
+SOON = 0.02  # seconds that an engine elsewhere is polled while environments may answer
+PATIENCE = 0.5  # seconds that a round waits for further episodes once one is ready
 RETRIES = 2  # per episode: transient faults seldom recur, and more retries do not fix others
 MOST_PARSE_ERRORS = 2  # per episode, so that the model may correct itself
 MOST_FAILED = 16  # failed episodes of a call that are allowed whatever their share
 MOST_BYSTANDER_FAILURES = 20  # per episode
 FAILURES_SAID = 3  # number of failures after which a note is printed
 
-HandOver = Callable[[int, Sequence[Prompt], list[Completion]], None]
+# A prompt's index, and for each of its rollouts the prompt as it was sampled, and the completion.
+Sampled = tuple[int, Sequence[Prompt], list[Completion]]
 
 
 class Dialogue(Protocol):
@@ -147,78 +152,58 @@ class EpisodeLoop:
         self.seconds_waited, self.environment_seconds, self.num_episodes = 0.0, 0.0, 0
         return times
 
-    def sample(
-        self,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        hand_over: HandOver,
-    ) -> None:
-        """Samples `num_generations` episodes of each prompt. Every process calls it.
+    @contextlib.contextmanager
+    def sample(self, generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
+        """Samples the episodes that a request asks for; yields them by prompt, as they end.
+
+        The prompts are those with the environments' first observations. Every process calls it.
 
         Args:
-            seeds: one for each prompt; the group's environments share a seed derived from it.
-            hand_over: called once a group is complete with (index of the prompt, each episode's
-                prompt with its first observation, the episodes). Must be quick.
+            request: the environments of a group share a seed derived from the prompt's seed.
 
         Raises:
             TrainingError: a group's environments begin differently, or too many have failed.
         """
-        self.num_episodes += len(prompts) * num_generations
-        work = _Episodes(self, generator, prompts, num_generations, sampling, seeds, hand_over)
+        self.num_episodes += len(request.prompts) * request.num_generations
+        episodes = _Episodes(self, request, is_repeatable=generator.is_repeatable)
         try:
-            work.begin()
-            generator.converse(work.first_request(), work.begun, work)
+            episodes.begin()
+            with generator.session() as session:
+                yield episodes.run(session)
         finally:
-            self.seconds_waited += work.seconds_waited
-            work.close()
-
-
-@dataclass
-class _Call:
-    """A pending call of an environment."""
-
-    episode: Episode
-    answered: Callable[[Episode, Observation, float], None]
-    begun: float
-    ended: float = math.nan
+            self.seconds_waited += episodes.seconds_waited
+            episodes.close()
 
 
 class _Episodes:
-    """The episodes of one `sample`, and the feed of their next turns (`generation.base.Feed`)."""
+    """The episodes of one `sample`."""
 
-    def __init__(
-        self,
-        loop: EpisodeLoop,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        hand_over: HandOver,
-    ) -> None:
-        self.loop, self.settings, self.sampling = loop, loop.settings, sampling
-        self.first_prompts = prompts  # without the first observations
-        self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
-        self.num_generations = num_generations
+    def __init__(self, loop: EpisodeLoop, request: Request, *, is_repeatable: bool) -> None:
+        """is_repeatable: whether the engine is, with `order=auto`."""
+        self.loop, self.settings, self.sampling = loop, loop.settings, request.sampling
+        self.first_prompts = request.prompts  # without the first observations
+        self.prompts, self.seeds = list(request.prompts), request.seeds
+        self.num_generations = request.num_generations
         order = loop.settings.order
-        self.is_repeatable = order == "repeatable" or (order == "auto" and generator.is_repeatable)
+        self.is_repeatable = order == "repeatable" or (order == "auto" and is_repeatable)
         self.any_dialogue = next(iter(loop.dialogues.values()))
-        self.stop = StopStrings(self.any_dialogue.tokenizer, sampling.stop)
-        self.call_when_ready: Callable[[], None] | None = None
+        self.stop = StopStrings(self.any_dialogue.tokenizer, self.sampling.stop)
         is_only_one = loop.dialogues.keys() == {""}
-        self.names = ["" if is_only_one else str(p.columns.get(NAME_COLUMN)) for p in prompts]
+        self.names = [
+            "" if is_only_one else str(p.columns.get(NAME_COLUMN)) for p in request.prompts
+        ]
         self.episodes = [
             [
                 Episode(number, sample, is_one_text=self.any_dialogue.is_one_text)
-                for sample in range(num_generations)
+                for sample in range(request.num_generations)
             ]
-            for number in range(len(prompts))
+            for number in range(len(request.prompts))
         ]
-        self.ready: list[Episode] = []
-        self.answers: queue.SimpleQueue[tuple[_Call, Future[Observation]]] = queue.SimpleQueue()
+        self.ready: list[Episode] = []  # episodes whose next piece can be sampled
+        self.complete: list[Sampled] = []  # groups that `run` has not yielded yet
+        # Answers of environments: (episode, answer, seconds that it took).
+        self.answers: queue.SimpleQueue[tuple[Episode, Future[Observation], float]]
+        self.answers = queue.SimpleQueue()
         self.num_waiting = 0  # number of pending environment calls
         self.num_failed = 0  # number of episodes without a reward
         self.seconds_waited = 0.0
@@ -229,7 +214,8 @@ class _Episodes:
         """Resets all environments and adds their first observations to the prompts."""
         for group in self.episodes:
             for e in group:
-                self._open(e)
+                e.play = self._play(e)
+                self._resume(e, partial(next, e.play))
         self.wait(math.inf)
         for number, group in enumerate(self.episodes):
             firsts = [e.first for e in group if e.first is not None]
@@ -269,17 +255,38 @@ class _Episodes:
             return
         self.prompts[number] = prompt
 
-    def first_request(self) -> Request:
-        """Returns the request for the first turns, or for their first pieces."""
-        return Request(
+    # The next turns
+
+    def run(self, engine: Session) -> Iterator[Sampled]:
+        """Samples all turns of all episodes; yields each group once it is complete."""
+        self.engine = engine
+        first = Request(
             self.prompts,
             self.num_generations,
             self.piece(Episode(0, 0)),
             self.seeds,
             range(len(self.prompts) * self.num_generations),
         )
-
-    # The feed of next turns
+        self.ready = []  # all, for their first piece
+        engine.submit(first)
+        has_more = True
+        while has_more:
+            joins = engine.joins_requests and not self.is_repeatable
+            if joins or not engine.unfinished:
+                for request in self.take_ready(exact=joins and not engine.rounds_lengths):
+                    engine.submit(request)
+            if engine.unfinished:
+                timeout = SOON if joins and self.num_waiting else BEAT_SECONDS
+                for request, number, pieces in engine.poll(timeout):
+                    start = number * len(pieces)
+                    conversations = request.conversations[start : start + len(pieces)]
+                    for conversation, piece in zip(conversations, pieces, strict=True):
+                        group, sample = divmod(conversation, self.num_generations)
+                        e = self.episodes[group][sample]
+                        self._resume(e, partial(e.play.send, piece))
+            has_more = bool(engine.unfinished) or self.wait(0.0 if joins else PATIENCE)
+            yield from self.complete
+            self.complete.clear()
 
     def piece(self, e: Episode, *, exact: bool = False) -> Sampling:
         """Returns the sampling settings for an episode's next piece.
@@ -300,41 +307,39 @@ class _Episodes:
         stop = (*sampling.stop, *self.any_dialogue.stops(len(e.calls)))
         return replace(sampling, max_tokens=most, min_tokens=shortest, stop=stop)
 
-    def take(self, *, exact: bool = False) -> list[Work]:
+    def take_ready(self, *, exact: bool) -> list[Request]:
+        """Returns requests for the next pieces of all ready episodes, without waiting.
+
+        Args:
+            exact: request exactly the tokens that are left. Otherwise lengths are rounded down, so
+                that more episodes share a request, and the rest is requested later.
+        """
         with contextlib.suppress(queue.Empty):  # processes the answers that are there already
             while self.num_waiting:
                 self._take_answer(*self.answers.get_nowait())
-        kinds = self._kinds(exact)
-        self.ready = []
-        return [self._work(piece, episodes) for piece, episodes in kinds.items()]
-
-    def take_round(self) -> Work:
-        kinds = self._kinds(exact=False)
-        piece = max(kinds, key=lambda kind: len(kinds[kind]))
-        chosen = kinds.pop(piece)
-        self.ready = [e for others in kinds.values() for e in others]
-        return self._work(piece, chosen)
-
-    def _kinds(self, exact: bool) -> dict[Sampling, list[Episode]]:
-        """Returns the ready episodes, grouped by their sampling settings."""
         kinds: dict[Sampling, list[Episode]] = collections.defaultdict(list)
         self.ready.sort(key=lambda e: (e.number, e.sample))  # an order independent of timing
         for e in self.ready:
             kinds[self.piece(e, exact=exact)].append(e)
-        return kinds
-
-    def _work(self, piece: Sampling, episodes: Sequence[Episode]) -> Work:
-        request = Request(
-            [self.so_far(e) for e in episodes],
-            1,
-            piece,
-            [derive_seed(self.seeds[e.number], e.sample, e.pieces) for e in episodes],
-            [e.number * self.num_generations + e.sample for e in episodes],
-        )
-        return request, partial(self.grown, episodes)
+        self.ready = []
+        return [
+            Request(
+                [self.so_far(e) for e in episodes],
+                1,
+                piece,
+                [derive_seed(self.seeds[e.number], e.sample, e.pieces) for e in episodes],
+                [e.number * self.num_generations + e.sample for e in episodes],
+            )
+            for piece, episodes in kinds.items()
+        ]
 
     def wait(self, patience: float) -> bool:
-        """Processes answers of environments; returns whether an episode is ready to sample."""
+        """Processes answers of environments; returns whether an episode is ready to sample.
+
+        Args:
+            patience: seconds to wait for further episodes once one is ready. If the run is
+                repeatable, it waits for all of them.
+        """
         begun, end = time.monotonic(), math.inf
         while self.num_waiting:
             if self.ready and not self.is_repeatable:
@@ -348,16 +353,6 @@ class _Episodes:
         self.seconds_waited += time.monotonic() - begun
         return bool(self.ready)
 
-    def is_waiting(self) -> bool:
-        return bool(self.num_waiting or self.ready)
-
-    def is_open(self, conversation: int) -> bool:
-        number, sample = divmod(conversation, self.num_generations)
-        return not self.episodes[number][sample].is_complete
-
-    def notify(self, call: Callable[[], None]) -> None:
-        self.call_when_ready = call
-
     def so_far(self, e: Episode) -> Prompt:
         """Returns an episode's prompt followed by its tokens so far."""
         prompt = self.prompts[e.number]
@@ -369,41 +364,115 @@ class _Episodes:
             for e in group:
                 self._release(e)
 
-    # The model's turn
+    # One episode
 
-    def begun(self, number: int, group: list[Completion]) -> None:
-        """Processes the first pieces of a group."""
-        for e, piece in zip(self.episodes[number], group, strict=True):
-            self._grow(e, piece)
-
-    def grown(self, episodes: Sequence[Episode], i: int, group: list[Completion]) -> None:
-        """Processes a piece of one episode."""
-        self._grow(episodes[i], group[0])
-
-    def _grow(self, e: Episode, piece: Completion) -> None:
-        before = len(e.ids)
-        e.add_piece(piece)
-        if e.stop_reason:  # its environment failed before the first piece
+    def _resume(self, e: Episode, step: Callable[[], Future[Observation] | None]) -> None:
+        """Plays an episode until it waits for its environment or for its next piece."""
+        try:
+            waits_for = step()
+        except StopIteration:
             self._complete(e)
             return
-        stops_at = self._stop(e, before)
-        has_stopped = piece.finish_reason == "stop" and stops_at != len(e.ids)
-        begin = e.turn_start
-        turn_length = self._dialogue(e.number).turn_end(
-            e.ids[begin:], before - begin, len(e.calls), has_stopped=has_stopped
-        )
-        if turn_length is not None and (stops_at is None or begin + turn_length < stops_at):
-            e.cut(begin + turn_length)
-            self._take_turn(e)
-        elif stops_at is not None:
-            e.cut(stops_at)
-            self._take_turn(e, at_stop_string=True)
-        elif len(e.ids) == self.sampling.max_tokens:
-            self._cut_turn(e, "max_tokens")
-        elif len(e.ids) - e.turn_start == self.settings.turn_tokens:
-            self._cut_turn(e, "turn_tokens")
-        else:
+        if waits_for is None:
             self.ready.append(e)
+            return
+        self.num_waiting += 1
+        begun = time.monotonic()
+        waits_for.add_done_callback(
+            lambda answer: self.answers.put((e, answer, time.monotonic() - begun))
+        )
+
+    def _take_answer(self, e: Episode, answer: Future[Observation], seconds: float) -> None:
+        self.num_waiting -= 1
+        self.loop.environment_seconds += seconds
+        try:
+            found = answer.result(), seconds
+        except EnvironmentFailure as failure:
+            self._resume(e, partial(e.play.throw, failure))
+        else:
+            self._resume(e, partial(e.play.send, found))
+
+    def _play(self, e: Episode) -> Play:
+        """Plays an episode; an environment that fails is replaced by a fresh one.
+
+        It yields a future and is sent (its result, seconds that it took), or yields None and is
+        sent the next piece.
+        """
+        while True:
+            try:
+                yield from self._play_in_one(e)
+                return
+            except EnvironmentFailure as failure:
+                self._release(e)
+                if self._is_replaced(e, failure):
+                    continue
+                e.stop_reason, e.error = failure.stop_reason, str(failure)
+            self._check_failed(e)
+            if not e.ids:  # a rollout has at least one token
+                e.add_piece((yield None))
+            return
+
+    def _play_in_one(self, e: Episode) -> Play:
+        """Plays an episode in a fresh environment, to which its turns so far are replayed."""
+        seed = derive_seed(self.seeds[e.number], "environment")
+        prompt = self.first_prompts[e.number]
+        row = {**prompt.columns, "prompt": prompt.text}
+        session = e.session = self.loop.environments.open(self.names[e.number], row, seed)
+        e.opened += 1
+        first, _ = yield session.reset()
+        if e.first is None:
+            e.first = first
+        elif list(e.first.messages) != list(first.messages):
+            e.failures = RETRIES
+            error = f"a fresh environment begins with {_shown(first)}, not {_shown(e.first)}"
+            raise EnvironmentFailure("env_error", error)
+        for exchange in [x for x in e.exchanges if x.is_stepped]:
+            found, seconds = yield session.step(exchange.message)
+            if exchange.observation is not None:
+                if has_same_effect(exchange.observation, found):
+                    continue
+                e.rewind(exchange)
+            self._reply(e, exchange, found, seconds)
+            break
+        while not e.stop_reason:
+            if (turn := (yield from self._turn(e))) is not None:
+                found, seconds = yield session.step(turn.message)
+                self._reply(e, turn, found, seconds)
+        if e.session is not None:  # None: its prompt is too long
+            found, _ = yield session.finish()
+            e.rewards |= found.rewards
+            e.metrics |= found.metrics
+            e.session = None
+
+    # The model's turn
+
+    def _turn(self, e: Episode) -> Coroutine[None, Any, Exchange | None]:
+        """Samples a turn; returns it, or None if its environment does not get it."""
+        dialogue = self._dialogue(e.number)
+        while True:
+            before, begin = len(e.ids), e.turn_start
+            piece = yield None
+            e.add_piece(piece)
+            if e.stop_reason:  # its prompt is too long
+                return None
+            stops_at = self._stop(e, before)
+            has_stopped = piece.finish_reason == "stop" and stops_at != len(e.ids)
+            turn_length = dialogue.turn_end(
+                e.ids[begin:], before - begin, len(e.calls), has_stopped=has_stopped
+            )
+            if turn_length is not None and (stops_at is None or begin + turn_length < stops_at):
+                e.cut(begin + turn_length)
+                return self._read(e, at_stop_string=False)
+            if stops_at is not None:
+                e.cut(stops_at)
+                return self._read(e, at_stop_string=True)
+            if len(e.ids) == self.sampling.max_tokens:
+                e.stop_reason = "max_tokens"
+            elif len(e.ids) - begin == self.settings.turn_tokens:
+                e.stop_reason = "turn_tokens"
+            if e.stop_reason:
+                e.end_turn(self._unread(e))
+                return None
 
     def _stop(self, e: Episode, before: int) -> int | None:
         """Returns the index at which a stop string is complete, or None.
@@ -418,8 +487,8 @@ class _Episodes:
         end = self.stop.first_end(e.ids[begin:], before - begin, shortest)
         return None if end is None else begin + end
 
-    def _take_turn(self, e: Episode, *, at_stop_string: bool = False) -> None:
-        """Passes a complete turn of the model to its environment."""
+    def _read(self, e: Episode, *, at_stop_string: bool) -> Exchange | None:
+        """Ends the current turn; returns it, or None if its environment does not get it."""
         dialogue = self._dialogue(e.number)
         ids = e.ids[e.turn_start :]
         try:
@@ -430,26 +499,20 @@ class _Episodes:
         e.end_turn(message)
         is_full = len(e.ids) == self.sampling.max_tokens
         if is_full and dialogue.is_one_text and message.get("tool_calls"):
-            self._end(e, "max_tokens")  # no room for the results of its calls
-            return
+            e.stop_reason = "max_tokens"  # no room for the results of its calls
+            return None
         exchange = Exchange(message, len(e.turns) - 1, is_stepped=error is None)
         e.exchanges.append(exchange)
         if error is None:
-            self._advance(e)
-            return
+            return exchange
         e.parse_errors += 1
         if e.parse_errors > MOST_PARSE_ERRORS:
-            self._end(e, "parse_error")
-            return
-        e.replayed += 1
+            e.stop_reason = "parse_error"
+            return None
         role = "tool" if dialogue.tools else "user"
         answer = {"role": role, "content": json.dumps({"error": error}, ensure_ascii=False)}
         self._reply(e, exchange, Observation([answer]), 0.0)
-
-    def _cut_turn(self, e: Episode, reason: str) -> None:
-        """Ends an episode within a turn of the model, which its environment does not get."""
-        e.end_turn(self._unread(e))
-        self._end(e, reason)
+        return None
 
     def _unread(self, e: Episode) -> Message:
         """Returns the current turn as a message without calls."""
@@ -457,59 +520,15 @@ class _Episodes:
         text = tokenizer.decode(e.ids[e.turn_start :], skip_special_tokens=True)
         return {"role": "assistant", "content": text}
 
-    # The environment's answer
-
-    def _open(self, e: Episode) -> None:
-        """Opens a fresh environment for an episode, with its group's seed."""
-        seed = derive_seed(self.seeds[e.number], "environment")
-        prompt = self.first_prompts[e.number]
-        row = {**prompt.columns, "prompt": prompt.text}
-        e.session = self.loop.environments.open(self.names[e.number], row, seed)
-        e.replayed = 0
-        e.opened += 1
-        self._call(e, e.session.reset(), self._was_reset)
-
-    def _was_reset(self, e: Episode, first: Observation, seconds: float) -> None:
-        if e.first is None:
-            e.first = first
-        elif list(e.first.messages) != list(first.messages):
-            e.failures = RETRIES
-            error = f"a fresh environment begins with {_shown(first)}, not {_shown(e.first)}"
-            self._failed(e, EnvironmentFailure("env_error", error))
-            return
-        self._advance(e)
-
-    def _advance(self, e: Episode) -> None:
-        """Passes the next unseen turn to the environment, or requests the rewards at the end."""
-        assert e.session is not None, "an episode without an environment is complete"
-        while e.replayed < len(e.exchanges) and not e.exchanges[e.replayed].is_stepped:
-            e.replayed += 1
-        if e.replayed < len(e.exchanges):
-            message = e.exchanges[e.replayed].message
-            self._call(e, e.session.step(message), self._stepped)
-        elif e.stop_reason:
-            self._call(e, e.session.finish(), self._finished)
-
-    def _stepped(self, e: Episode, observation: Observation, seconds: float) -> None:
-        exchange = e.exchanges[e.replayed]
-        e.replayed += 1
-        if exchange.observation is None:
-            self._reply(e, exchange, observation, seconds)
-        elif has_same_effect(exchange.observation, observation):
-            self._advance(e)
-        else:
-            e.rewind(exchange)
-            self._reply(e, exchange, observation, seconds)
-
     def _reply(self, e: Episode, exchange: Exchange, found: Observation, seconds: float) -> None:
         """Appends an environment's observation, or ends the episode with it."""
         e.observe(exchange, found)
         dialogue, settings = self._dialogue(e.number), self.settings
         if found.done:
             is_answer = dialogue.tools and not (found.messages or found.calls)
-            self._end(e, "answered" if is_answer and found.reward is None else "env_done")
+            e.stop_reason = "answered" if is_answer and found.reward is None else "env_done"
         elif sum(turn.by == "model" for turn in e.turns) == settings.max_turns:
-            self._end(e, "max_turns")
+            e.stop_reason = "max_turns"
         else:
             turn = e.turns[exchange.turn]
             ids = dialogue.reply_to(
@@ -518,61 +537,20 @@ class _Episodes:
             left = self.sampling.max_tokens - len(e.ids)
             if len(ids) < left or dialogue.is_one_text:
                 e.add_reply(ids[:left], seconds)
-            if len(ids) < left:
-                self.ready.append(e)
-            else:  # no room for an answer
-                self._end(e, "max_tokens")
-
-    def _end(self, e: Episode, reason: str) -> None:
-        e.stop_reason = reason
-        self._advance(e)
-
-    def _finished(self, e: Episode, found: Observation, seconds: float) -> None:
-        e.rewards |= found.rewards
-        e.metrics |= found.metrics
-        e.session = None
-        self._complete(e)
+            if len(ids) >= left:  # no room for an answer
+                e.stop_reason = "max_tokens"
 
     def _complete(self, e: Episode) -> None:
         self._release(e)
         e.is_complete = True
+        self.engine.end(e.number * self.num_generations + e.sample)
         group = self.episodes[e.number]
         if all(other.is_complete for other in group):
             prompts = [self.prompts[e.number]] * len(group)
-            self.hand_over(e.number, prompts, [other.completion() for other in group])
+            self.complete.append((e.number, prompts, [other.completion() for other in group]))
 
-    # Calls and failures of environments
-
-    def _call(
-        self,
-        e: Episode,
-        future: Future[Observation],
-        answered: Callable[[Episode, Observation, float], None],
-    ) -> None:
-        call = _Call(e, answered, time.monotonic())
-        self.num_waiting += 1
-
-        def end(ended: Future[Observation]) -> None:
-            call.ended = time.monotonic()
-            self.answers.put((call, ended))
-            if self.call_when_ready is not None:
-                self.call_when_ready()
-
-        future.add_done_callback(end)
-
-    def _take_answer(self, call: _Call, future: Future[Observation]) -> None:
-        self.num_waiting -= 1
-        self.loop.environment_seconds += call.ended - call.begun
-        try:
-            observation = future.result()
-        except EnvironmentFailure as failure:
-            self._failed(call.episode, failure)
-        else:
-            call.answered(call.episode, observation, call.ended - call.begun)
-
-    def _failed(self, e: Episode, failure: EnvironmentFailure) -> None:
-        """Restarts with a fresh environment, or ends the episode without a reward."""
-        self._release(e)
+    def _is_replaced(self, e: Episode, failure: EnvironmentFailure) -> bool:
+        """Counts a failure; returns whether the episode gets a fresh environment."""
         if failure.own:
             e.failures += 1
             self.loop.num_failures += 1
@@ -584,10 +562,10 @@ class _Episodes:
                 )
         else:
             e.bystander_failures += 1
-        if e.failures <= RETRIES and e.bystander_failures <= MOST_BYSTANDER_FAILURES:
-            self._open(e)
-            return
-        e.stop_reason, e.error = failure.stop_reason, str(failure)
+        return e.failures <= RETRIES and e.bystander_failures <= MOST_BYSTANDER_FAILURES
+
+    def _check_failed(self, e: Episode) -> None:
+        """Raises a TrainingError if too many episodes have failed, the last of which is `e`."""
         self.num_failed += 1
         total = sum(map(len, self.episodes))
         if self.num_failed > max(MOST_FAILED, self.loop.max_failed_share * total):
@@ -596,8 +574,6 @@ class _Episodes:
                 f"environment.max_failed_share = {self.loop.max_failed_share:g}; the last error: "
                 f"{e.error}"
             )
-        if e.ids:  # else `_grow` completes it after its first piece
-            self._complete(e)
 
     def _release(self, e: Episode) -> None:
         if e.session is not None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.loop import EpisodeLoop, Sampled
 from grpo_cli.environments.trl_rollouts import TrlRollouts
-from grpo_cli.generation.base import Generator
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 
 
+@dataclass(frozen=True)
 class Rollouter:
     """Samples groups of rollouts with a generator, decoded and not yet scored.
 
@@ -21,52 +24,46 @@ class Rollouter:
     writes, or a rollout function makes them.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        tokenizer: PreTrainedTokenizerBase,
-        episodes: EpisodeLoop | TrlRollouts | None = None,
-    ) -> None:
-        self.generator, self.tokenizer = generator, tokenizer
-        self.episodes = episodes
+    generator: Generator
+    tokenizer: PreTrainedTokenizerBase
+    episodes: EpisodeLoop | TrlRollouts | None = None
 
-    def rollouts(
+    @contextmanager
+    def groups(
         self,
         prompts: Sequence[tuple[int, Prompt]],
         num_generations: int,
         sampling: Sampling,
         seed: int,
-        arrived: Callable[[list[Rollout]], None],
-    ) -> list[Group]:
-        """Returns a group of `num_generations` rollouts for each (prompt index, prompt), in order.
+    ) -> Iterator[Iterator[Group]]:
+        """Yields an iterator over the prompts' groups, each with `num_generations` rollouts.
+
+        It samples while it is iterated, and yields each group once it is complete.
 
         Args:
+            prompts: (prompt index, prompt) pairs.
             seed: each group's random stream depends on (seed, its prompt index).
-            arrived: called with a group's rollouts once they are complete.
         """
-        groups: dict[int, Group] = {}
+        own = [prompt for _, prompt in prompts]
+        seeds = [derive_seed(seed, prompt_index) for prompt_index, _ in prompts]
+        sample = single_turns if self.episodes is None else self.episodes.sample
+        with sample(self.generator, Request(own, num_generations, sampling, seeds)) as sampled:
+            yield (self._group(prompts[n][0], seen, found) for n, seen, found in sampled)
 
-        def take(number: int, completions: list[Completion]) -> None:
-            hand_over(number, [prompts[number][1]] * len(completions), completions)
+    def _group(
+        self, prompt_index: int, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> Group:
+        texts = (self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions)
+        rollouts = [Rollout(*parts) for parts in zip(prompts, completions, texts, strict=True)]
+        return Group(prompt_index, prompts[0], rollouts)
 
-        def hand_over(number: int, own: Sequence[Prompt], completions: list[Completion]) -> None:
-            prompt_index = prompts[number][0]
-            texts = (self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions)
-            rollouts = [
-                Rollout(prompt, c, t) for prompt, c, t in zip(own, completions, texts, strict=True)
-            ]
-            groups[number] = Group(prompt_index, own[0], rollouts)
-            arrived(rollouts)
 
-        how = (
-            [prompt for _, prompt in prompts],
-            num_generations,
-            sampling,
-            [derive_seed(seed, prompt_index) for prompt_index, _ in prompts],
+@contextmanager
+def single_turns(generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
+    """Samples completions, as `EpisodeLoop.sample` samples episodes."""
+    with generator.session() as session:
+        session.submit(request)
+        yield (
+            (number, [request.prompts[number]] * len(completions), completions)
+            for _, number, completions in session.drain()
         )
-        if self.episodes is None:
-            self.generator.generate(*how, take)
-        else:
-            self.episodes.sample(self.generator, *how, hand_over)
-        assert len(groups) == len(prompts), "a generator hands over every group once"
-        return [groups[number] for number in range(len(prompts))]

@@ -12,7 +12,8 @@ The result at an index belongs to the prompt at that index. Results are checked 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.data import conversations
 from grpo_cli.environments.functions import clean_text
-from grpo_cli.environments.loop import HandOver
+from grpo_cli.environments.loop import Sampled
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
-from grpo_cli.generation.base import Generator
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
@@ -147,26 +148,25 @@ class TrlRollouts:
         return times
 
     def sample(
-        self,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        hand_over: HandOver,
-    ) -> None:
-        """Samples rollouts by calling the function once for all prompts.
+        self, generator: Generator, request: Request
+    ) -> AbstractContextManager[Iterator[Sampled]]:
+        """Returns the groups, as `EpisodeLoop.sample` does."""
+        return nullcontext(self._sampled(generator, request))
+
+    def _sampled(self, generator: Generator, request: Request) -> Iterator[Sampled]:
+        """Yields the groups of all prompts, which one call of the function samples.
 
         Raises:
             TrainingError: the function raised, or did not return a valid rollout per prompt.
         """
-        if not prompts:
+        if not request.prompts:
             return
-        repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+        sampling, num_generations = request.sampling, request.num_generations
+        repeated = [prompt for prompt in request.prompts for _ in range(num_generations)]
         given = [p.conversation for p in repeated]
         trainer = RolloutTrainer(
-            generator, self.tokenizer, num_generations, sampling,
-            derive_seed(*seeds), self.template_kwargs, list(zip(given, repeated, strict=True)),
+            generator, self.tokenizer, num_generations, sampling, derive_seed(*request.seeds),
+            self.template_kwargs, list(zip(given, repeated, strict=True)),
         )  # fmt: skip
         try:
             found = self.function(list(given), trainer)
@@ -180,9 +180,9 @@ class TrlRollouts:
             self._rollout(prompt, {k: v[n] for k, v in columns.items()}, n, sampling.max_tokens)
             for n, prompt in enumerate(repeated)
         ]
-        for number in range(len(prompts)):
+        for number in range(len(request.prompts)):
             group = rows[number * num_generations : (number + 1) * num_generations]
-            hand_over(number, [p for p, _ in group], [completion for _, completion in group])
+            yield number, [p for p, _ in group], [completion for _, completion in group]
 
     def _columns(self, found: Any, number: int) -> dict[str, Sequence[Any]]:
         """Returns the function's result as lists with one value per rollout, by key."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
 from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
-from grpo_cli.records import Group, Rollout
+from grpo_cli.records import Group, Prompt, Rollout
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import metrics_of
 
@@ -104,28 +104,20 @@ class Evaluator:
         for group in groups:
             session.add(group.rollouts)
 
-        def arrived(rollouts: list[Rollout]) -> None:
-            nonlocal done
-            done += workers.size
-            if task.benchmark is not None:
-                asks = asking(task.benchmark)
-                for r in rollouts:
-                    r.text = judged_text(r, task.benchmark.stop, asks)
-            if journal is not None:
-                journal.completed(task.label, rollouts)
-            progress(min(done, len(task.prompts)), "rows completed")
-            session.add(rollouts)
-
-        if task.stored is None:
-            assert self.generator is not None and self.tokenizer is not None  # noqa: PT018
-            episodes = self._episodes_of(task)
-            rollouter = Rollouter(self.generator, self.tokenizer, episodes)
-            # Episodes run in rounds that all processes join.
-            in_rounds = workers.runs_in_lockstep and episodes is not None
-            with nullcontext() if in_rounds else interruptible():
-                groups += rollouter.rollouts(
-                    own, task.num_samples, task.sampling, task.seed, arrived
-                )
+        # Episodes run in rounds that all processes join.
+        in_rounds = workers.runs_in_lockstep and self._episodes_of(task) is not None
+        with nullcontext() if in_rounds else interruptible(), self._sampled(task, own) as sampled:
+            for group in sampled:
+                done += workers.size
+                if task.benchmark is not None:
+                    asks = asking(task.benchmark)
+                    for r in group.rollouts:
+                        r.text = judged_text(r, task.benchmark.stop, asks)
+                if journal is not None:
+                    journal.completed(task.label, group.rollouts)
+                progress(min(done, len(task.prompts)), "rows completed")
+                session.add(group.rollouts)
+                groups.append(group)
         groups.sort(key=lambda g: g.prompt_index)
         # Without progress in between, functions without a timeout get all completions in one call.
         size = CHUNK if task.stored is not None else max(len(groups), 1)
@@ -162,6 +154,16 @@ class Evaluator:
             f"more than environment.max_failed_share = {episodes.max_failed_share:g}; the last "
             f"error: {last}"
         )
+
+    def _sampled(
+        self, task: Task, prompts: Sequence[tuple[int, Prompt]]
+    ) -> AbstractContextManager[Iterable[Group]]:
+        if task.stored is not None:
+            return nullcontext(())
+        generator, tokenizer = self.generator, self.tokenizer
+        assert generator is not None and tokenizer is not None, "there is a model"  # noqa: PT018
+        rollouter = Rollouter(generator, tokenizer, self._episodes_of(task))
+        return rollouter.groups(prompts, task.num_samples, task.sampling, task.seed)
 
     def _episodes_of(self, task: Task) -> EpisodeLoop | TrlRollouts | None:
         """Returns a copy of a task's episode loop, since training reads the loop's waiting time."""

@@ -2,18 +2,24 @@
 
 Two prompts with two completions each:
 
-    generator.generate([prompt_a, prompt_b], 2, Sampling(max_tokens=16), seeds=[11, 12])
-    # -> [[completion 0 of a, completion 1 of a], [completion 0 of b, completion 1 of b]]
+    with generator.session() as session:
+        session.submit(Request([prompt_a, prompt_b], 2, Sampling(max_tokens=16), seeds=[11, 12]))
+        while session.unfinished:
+            for request, number, completions in session.poll():
+                ...  # number 1, [completion 0 of b, completion 1 of b]
 
-`factory.py` lists the engines. A new engine is a subclass with `make` and `sample`, in a file of
-its own. `converse` is for episodes: an engine overrides it to sample some turns while others wait.
+More can be submitted at any time, such as an episode's next turn. `factory.py` lists the engines. A
+new engine is a subclass with `make` and `sample`, in a file of its own; one that samples several
+requests together overrides `session` instead of `sample`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,12 +30,6 @@ from grpo_cli.records import Completion, Prompt
 if TYPE_CHECKING:
     from grpo_cli.config.schema import Recipe
     from grpo_cli.distributed.workers import Workers
-
-OnGroup = Callable[[int, list[Completion]], None]
-
-
-def ignore(number: int, completions: list[Completion]) -> None:
-    """Does nothing; for callers that wait until `generate` returns."""
 
 
 @dataclass(frozen=True)
@@ -61,48 +61,73 @@ class Request:
     conversations: Sequence[int] = ()
 
 
-Work = tuple[Request, OnGroup]  # a request, and the callback that receives its completions
+class Finished(NamedTuple):
+    """All completions of one prompt."""
+
+    request: Request
+    number: int  # index of the prompt in the request
+    completions: list[Completion]
 
 
-class Feed(Protocol):
-    """Requests that follow from completions, as an episode's next turn follows from the last.
+class Session:
+    """The requests of one caller to an engine: `submit` some, and `poll` while any is unfinished.
 
-    All methods are called in the thread that samples.
+    This class samples one request after the other, by the engine's `sample`.
     """
 
-    is_repeatable: bool  # whether requests must not depend on timing
-    seconds_waited: float  # idle time; engines with a wait of their own add to it
+    rounds_lengths = True  # whether later turns get rounded lengths, so that more share a request
 
-    def take(self, *, exact: bool = False) -> list[Work]:
-        """Returns all requests that are ready, without waiting.
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.unfinished = 0  # submitted prompts without completions
+        self._submitted: deque[Request] = deque()
+        self._sampled: Iterator[list[Finished]] | None = None  # begun by the first `poll`
+
+    @property
+    def joins_requests(self) -> bool:
+        """Whether a request is sampled beside the unfinished ones, and need not wait for them."""
+        return False
+
+    def submit(self, request: Request) -> None:
+        """Adds a request. Every process of a run submits its share, also one without prompts."""
+        self.generator.refuse_images(request.prompts)
+        self.unfinished += len(request.prompts)
+        if request.prompts:
+            self._submitted.append(request)
+
+    def poll(self, timeout: float = 1.0) -> list[Finished]:
+        """Samples until some prompts have all completions, or there is room for more requests.
 
         Args:
-            exact: request exactly the tokens that are left. Otherwise lengths are rounded down so
-                that more conversations share a request, and the rest is requested later.
+            timeout: seconds to wait for an engine that computes elsewhere.
+
+        Returns:
+            The prompts that are finished; each is returned once.
         """
+        self._sampled = self._sampled or self._sample()
+        found = next(self._sampled)
+        self.unfinished -= len(found)
+        return found
 
-    def take_round(self) -> Work:
-        """Returns one request for as many conversations as possible; the others stay ready."""
+    def drain(self) -> Iterator[Finished]:
+        """Yields each prompt as it is finished, until none is unfinished."""
+        while self.unfinished:
+            yield from self.poll()
 
-    def wait(self, patience: float) -> bool:
-        """Waits for requests; returns whether one is ready. False means that none can follow.
+    def end(self, conversation: int) -> None:
+        """Frees what the engine keeps for a conversation, which has no further turn."""
 
-        Args:
-            patience: seconds to wait for further requests once one is ready. A repeatable feed
-                waits for all of them.
-        """
+    def close(self) -> None:
+        """Drops unfinished requests, and what the engine holds for them."""
+        self._sampled = None
 
-    def is_waiting(self) -> bool:
-        """Returns whether requests may follow that do not depend on the current sampling."""
-
-    def is_open(self, conversation: int) -> bool:
-        """Returns whether a conversation may have another turn."""
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """Registers a callback for when a request may be ready; any thread may run it."""
-
-
-PATIENCE = 0.5  # seconds that a round waits for further requests once one is ready
+    def _sample(self) -> Iterator[list[Finished]]:
+        """Yields what `poll` returns; advanced only while there are unfinished prompts."""
+        while True:
+            assert self._submitted, "`sample` yields each prompt of a request once"
+            request = self._submitted.popleft()
+            for number, completions in self.generator.sample(request):
+                yield [Finished(request, number, completions)]
 
 
 class Generator:
@@ -139,48 +164,35 @@ class Generator:
         """
         raise NotImplementedError(f"{cls.__name__} cannot be chosen by generation.engine")
 
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """Prepares the engine to sample, and yields the session to use within the context.
+
+        Every process enters it, even without prompts: a sharded policy is gathered here.
+        """
+        with closing(Session(self)) as session:
+            yield session
+
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
+        """Yields (index of the prompt, its completions) once for each prompt, in any order."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `sample` nor `session`")
+
     def generate(
         self,
         prompts: Sequence[Prompt],
         num_generations: int,
         sampling: Sampling,
         seeds: Sequence[int],
-        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         """Returns `num_generations` completions of each prompt, in the order of the prompts.
-
-        Args:
-            prompts, num_generations, sampling, seeds: see `Request`.
-            on_group: called with (index of the prompt, its completions) as soon as all
-                completions of the prompt are there, while others are still sampled. Must be quick.
 
         Raises:
             TrainingError: the engine cannot sample, or a prompt has images that it cannot take.
         """
-        self.refuse_images(prompts)
-        groups: dict[int, list[Completion]] = {}
-
-        def hand_over(number: int, completions: list[Completion]) -> None:
-            groups[number] = completions
-            on_group(number, completions)
-
-        self.sample(Request(prompts, num_generations, sampling, seeds), hand_over)
+        with self.session() as session:
+            session.submit(Request(prompts, num_generations, sampling, seeds))
+            groups = {done.number: done.completions for done in session.drain()}
         return [groups[number] for number in range(len(prompts))]
-
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
-        """Samples a request; calls `hand_over` once for each prompt, as `generate` describes."""
-        raise NotImplementedError(f"{type(self).__name__} has neither `sample` nor `generate`")
-
-    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Samples a request, and all requests that follow from its completions.
-
-        This version works in rounds. Engines override it to sample some requests while others
-        wait, unless the feed is repeatable. Every process calls it, even without prompts.
-        """
-        self.refuse_images(request.prompts)
-        self.sample(request, hand_over)
-        while feed.wait(PATIENCE):
-            self.sample(*feed.take_round())
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         """Gives the engine the weights of `policy` after `step` steps.

@@ -6,7 +6,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tables
 from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.tasks import Task, TaskResult
-from grpo_cli.generation.base import Generator, OnGroup, Request
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion
 from tests import programs
@@ -42,7 +42,7 @@ class Answers(Generator):
         self.tokenizer, self.table = tokenizer, table
         self.asked: list[tuple[str, int]] = []  # (question, completions)
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         num_generations, sampling = request.num_generations, request.sampling
         for number, prompt in enumerate(request.prompts):
             question, _, begun = self.tokenizer.decode(prompt.ids).partition("|")
@@ -52,7 +52,7 @@ class Answers(Generator):
             texts = self.table[question][:num_generations]
             if said:
                 texts = [t for t in self.table[question] if t.startswith(said)][:1]
-            hand_over(number, [self._one(t[len(said) :], sampling) for t in texts])
+            yield number, [self._one(t[len(said) :], sampling) for t in texts]
 
     def _one(self, text: str, sampling: Sampling) -> Completion:
         stops = [text.index(s) + len(s) for s in sampling.stop if s in text]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.response import MalformedCall
 from grpo_cli.environments.sessions import EnvironmentFailure
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import Generator, OnGroup, Request
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion, Prompt
 
@@ -71,7 +71,7 @@ class Scripted(Generator):
         self.answer = answer
         self.requests: list[tuple[list[str], Sampling, list[int]]] = []
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         texts = ["".join(map(chr, p.ids)) for p in request.prompts]
         self.requests.append((texts, request.sampling, list(request.seeds)))
         for number, text in enumerate(texts):
@@ -81,7 +81,7 @@ class Scripted(Generator):
                 ended = ids[-1] == EOS
                 logprobs = [-0.1 * (i + 1) for i in range(len(ids))]
                 group.append(Completion(ids, logprobs, "stop" if ended else "length"))
-            hand_over(number, group)
+            yield number, group
 
 
 Step = Callable[[int, Message], Observation]
@@ -161,15 +161,10 @@ def run(
         say,
     )
     prompts = prompts or [prompt_of("Q")]
-    found: dict[int, list[Completion]] = {}
-    loop.sample(
-        generator,
-        prompts,
-        num_generations,
-        Sampling(max_tokens=max_tokens),
-        [7 + n for n in range(len(prompts))],
-        lambda number, prompts, group: found.update({number: group}),
-    )
+    seeds = [7 + n for n in range(len(prompts))]
+    sampling = Sampling(max_tokens=max_tokens)
+    with loop.sample(generator, Request(prompts, num_generations, sampling, seeds)) as sampled:
+        found = {number: group for number, _, group in sampled}
     return [found[n] for n in range(len(prompts))], generator
 
 
@@ -302,7 +297,8 @@ def test_times_of_a_step() -> None:
     loop = EpisodeLoop(Scene(session=Slow), {"": Characters()}, EpisodeSettings())
     prompts = [prompt_of("P"), prompt_of("Q")]
     generator = Scripted(lambda so_far: "yes.")
-    loop.sample(generator, prompts, 1, Sampling(9), [1, 2], lambda *_: None)
+    with loop.sample(generator, Request(prompts, 1, Sampling(9), [1, 2])) as sampled:
+        assert len(list(sampled)) == 2
     times = loop.take_times()
     # A busy machine starts the clock some time after the timer.
     assert times["time/environment"] > 0.15, "of each rollout, though they ran together"
@@ -400,7 +396,7 @@ class Random(Generator):
         self.size, self.eos = size, eos
         self.drawn: dict[tuple[int, ...], list[list[int]]] = {}
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         for number, (prompt, seed) in enumerate(zip(request.prompts, request.seeds, strict=True)):
             group = []
             for sample in range(request.num_generations):
@@ -411,7 +407,7 @@ class Random(Generator):
                 self.drawn.setdefault(tuple(prompt.ids), []).append(ids)
                 reason: Any = "stop" if ids[-1] == self.eos else "length"
                 group.append(Completion(ids, [-1.0] * len(ids), reason))
-            hand_over(number, group)
+            yield number, group
 
 
 def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -435,13 +431,10 @@ def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast)
     prompts = [
         Prompt(n, [n], [{"role": "user", "content": str(n)}], {}) for n in range(250)
     ]  # fmt: skip
-    found: list[tuple[Prompt, Completion]] = []
-    EpisodeLoop(
-        Scene(step), {"": chat}, EpisodeSettings(turn_tokens=20, max_turns=6)
-    ).sample(
-        generator, prompts, 4, Sampling(max_tokens=120), range(250),
-        lambda n, prompts, group: found.extend(zip(prompts, group, strict=True)),
-    )  # fmt: skip
+    loop = EpisodeLoop(Scene(step), {"": chat}, EpisodeSettings(turn_tokens=20, max_turns=6))
+    request = Request(prompts, 4, Sampling(max_tokens=120), range(250))
+    with loop.sample(generator, request) as sampled:
+        found = [pair for _, own, group in sampled for pair in zip(own, group, strict=True)]
     assert len(found) == 1000
     foreign = 0
     for prompt, c in found:

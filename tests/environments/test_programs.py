@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +19,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli import sandbox
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.config.schema import Tools
-from grpo_cli.environments import programs
+from grpo_cli.environments import loop, programs
 from grpo_cli.environments.program_calls import Answer, closed_program, describe, execute
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation import base
-from grpo_cli.generation.base import Generator, OnGroup, Request, ignore
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.models import tiny
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.records import Completion, Prompt
 from tests.conftest import BUILD, CPU, as_prompts
 
 END = "<|im_end|>"
@@ -63,14 +62,14 @@ class Scripted(Generator):
         self.rounds: list[tuple[list[str], Sampling, list[int]]] = []
         self.step: int | None = 3  # whose weights it samples with
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         texts = [self.tokenizer.decode(p.ids) for p in request.prompts]
         self.rounds.append((texts, request.sampling, list(request.seeds)))
         for number, (text, seed) in enumerate(zip(texts, request.seeds, strict=True)):
             prompt, _, begun = text.partition("|")
             own = [derive_seed(seed, j) for j in range(request.num_generations)]
             says = [self.says(prompt, begun, s) for s in own]
-            hand_over(number, [self._one(text, request.sampling) for text in says])
+            yield number, [self._one(text, request.sampling) for text in says]
 
     def _one(self, text: str, sampling: Sampling) -> Completion:
         ids: list[int] = []
@@ -113,20 +112,15 @@ def sample(
     seeds: Sequence[int],
     *,
     threads: int | None = None,
-    on_group: OnGroup = ignore,
 ) -> list[list[Completion]]:
     """Completions of each prompt. The seconds that programs took are left out of their turns."""
-    groups: dict[int, list[Completion]] = {}
-
-    def hand_over(number: int, own: Sequence[Prompt], completions: list[Completion]) -> None:
-        groups[number] = [
-            replace(c, turns=tuple(replace(t, seconds=0.0) for t in c.turns)) for c in completions
-        ]
-        on_group(number, completions)
-
-    programs.program_loop(tokenizer, settings, order="eager", threads=threads).sample(
-        generator, as_prompts(prompts), num_generations, sampling, seeds, hand_over
-    )
+    episodes = programs.program_loop(tokenizer, settings, order="eager", threads=threads)
+    request = Request(as_prompts(prompts), num_generations, sampling, seeds)
+    with episodes.sample(generator, request) as sampled:
+        groups = {
+            number: [replace(c, turns=tuple(replace(t, seconds=0.0) for t in c.turns)) for c in cs]
+            for number, _, cs in sampled
+        }
     return [groups[number] for number in range(len(prompts))]
 
 
@@ -520,7 +514,7 @@ def test_neither_the_batch_nor_time_has_a_say(
     assert len({tuple(c.ids) for g in expected.values() for c in g}) > 12
     if variant == "jumbled":
         monkeypatch.setattr(programs, "execute", late)
-        monkeypatch.setattr(base, "PATIENCE", 0.0)
+        monkeypatch.setattr(loop, "PATIENCE", 0.0)
     order = {"reversed": range(5, -1, -1), "few": [4, 1]}.get(variant, range(6))
     found = babble(tokenizer, list(order), threads=1 if variant == "one thread" else 3)
     assert found == {n: expected[n] for n in order}
@@ -594,11 +588,9 @@ def test_with_the_embedded_engine(
     eos = [tokenizer.eos_token_id]
     inner = TransformersGenerator(trained, eos, tokenizer=tokenizer, say=pytest.fail)
     prompt = Prompt(0, encode(tokenizer, "6*7?"), "6*7?", {})
-    arrived: list[list[Rollout]] = []
-    (group,) = Rollouter(inner, tokenizer, programs.program_loop(tokenizer, QUICK)).rollouts(
-        [(3, prompt)], 2, Sampling(70, temperature=0), 1, arrived.append
-    )
-    assert arrived == [group.rollouts]
+    rollouter = Rollouter(inner, tokenizer, programs.program_loop(tokenizer, QUICK))
+    with rollouter.groups([(3, prompt)], 2, Sampling(70, temperature=0), 1) as sampled:
+        (group,) = sampled
     for r in group.rollouts:
         assert r.text == program("print(6*7)") + out("42") + "So 42."
         assert parts_of(r.completion, tokenizer) == [

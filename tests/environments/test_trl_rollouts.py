@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpo_cli.config.schema import Dataset
 from grpo_cli.data import Rows, make_prompts
 from grpo_cli.environments.trl_rollouts import RolloutTrainer, TrlRollouts
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import Generator, OnGroup, Request
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
@@ -28,22 +28,22 @@ class Echo(Generator):
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         self.requests.append(request)
         for number, prompt in enumerate(request.prompts):
             ids = [*prompt.ids, 2]
-            hand_over(number, [Completion(ids, [-0.5] * len(ids), "stop")])
+            yield number, [Completion(ids, [-0.5] * len(ids), "stop")]
 
 
 def sampled(
     tokenizer: PreTrainedTokenizerFast, function: Callable[..., Any], most: int | None = None
 ) -> tuple[list[tuple[Prompt, Completion]], Echo]:
-    generator, found = Echo(), list[tuple[Prompt, Completion]]()
+    generator = Echo()
     prompts = [Prompt(n, [50 + n], f"{n}", {"answer": n}) for n in range(2)]
-    TrlRollouts("mine:function", function, tokenizer, {2}, {}, most).sample(
-        generator, prompts, 2, Sampling(max_tokens=8), [4, 5],
-        lambda n, own, group: found.extend(zip(own, group, strict=True)),
-    )  # fmt: skip
+    rollouts = TrlRollouts("mine:function", function, tokenizer, {2}, {}, most)
+    request = Request(prompts, 2, Sampling(max_tokens=8), [4, 5])
+    with rollouts.sample(generator, request) as groups:
+        found = [pair for _, own, group in groups for pair in zip(own, group, strict=True)]
     return found, generator
 
 

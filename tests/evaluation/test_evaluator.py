@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.evaluator import Evaluator, judged_text
 from grpo_cli.evaluation.summary import ProblemStats, as_metrics, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult, held_out
-from grpo_cli.generation.base import Generator, OnGroup, ignore
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion, Prompt
 from grpo_cli.reporting.reporter import nested
@@ -154,20 +154,11 @@ class Recites(Generator):
         self.asked: list[tuple[int, Sampling]] = []
         self.twice = twice
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        on_group: OnGroup = ignore,
-    ) -> list[list[Completion]]:
-        self.asked.append((num_generations, sampling))
-        said = [[*p.ids * 2, 2] if self.twice else [p.ids[0], 2] for p in prompts]
-        groups = [[Completion(ids, [0.0] * len(ids), "stop")] * num_generations for ids in said]
-        for number, group in enumerate(groups):
-            on_group(number, group)
-        return groups
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
+        self.asked.append((request.num_generations, request.sampling))
+        for number, p in enumerate(request.prompts):
+            ids = [*p.ids * 2, 2] if self.twice else [p.ids[0], 2]
+            yield number, [Completion(ids, [0.0] * len(ids), "stop")] * request.num_generations
 
 
 def second_character(completions: list[str]) -> list[list[tuple[int, float]]]:

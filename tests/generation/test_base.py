@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli.config.schema import Tools
 from grpo_cli.environments.programs import program_loop
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import Generator, OnGroup, Request
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.images import StoredImage
@@ -27,10 +28,10 @@ class Notes(Generator):
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         self.prompts += request.prompts
         for number in range(len(request.prompts)):
-            hand_over(number, [Completion([2], [0.0], "stop")] * request.num_generations)
+            yield number, [Completion([2], [0.0], "stop")] * request.num_generations
 
 
 def test_only_sample_has_to_be_written(model: PreTrainedModel) -> None:
@@ -60,7 +61,7 @@ def test_an_engine_that_reads_ids_only_refuses_images(model: PreTrainedModel) ->
 def test_images_reach_the_engine_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
     inner = Notes()
     inner.generate([PROMPT], 1, Sampling(4), [0])
-    program_loop(tokenizer, Tools()).sample(
-        inner, [PROMPT], 1, Sampling(4), [0], lambda number, prompts, completions: None
-    )
+    loop = program_loop(tokenizer, Tools())
+    with loop.sample(inner, Request([PROMPT], 1, Sampling(4), [0])) as sampled:
+        assert len(list(sampled)) == 1
     assert [prompt.images is PROMPT.images for prompt in inner.prompts] == [True, True]

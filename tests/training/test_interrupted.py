@@ -125,13 +125,14 @@ def test_a_run_leaves_an_engine_of_its_own_between_two_steps(
     generator = object.__new__(ColocatedGenerator)
     generator.engine, generator.config = Engine(), Vllm()  # type: ignore[assignment]
     monkeypatch.setattr(heartbeat, "leave", lambda: generator.engine.steps == 2)
+    assert [*generator.advance(), *generator.advance()] == []
     with pytest.raises(heartbeat.Interrupt):
-        list(generator._finished())
+        next(generator.advance())
     # Not one of several processes that step together, which are no stall either.
     monkeypatch.setattr(heartbeat, "leave", lambda: True)
     monkeypatch.setattr(heartbeat, "_beaten", time.monotonic() - 3600)
     generator.config.tensor_parallel = 2
-    (found,) = generator._finished()
+    (found,) = generator.advance()
     assert found[0] == 0
     assert heartbeat.state().quiet < 60
 

@@ -5,6 +5,8 @@ import math
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.records import Group
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, prepare, run
@@ -645,23 +648,24 @@ def test_scoring_begins_while_others_are_still_being_sampled(
     arguments = {"answer": [str(notes)]}
     counted = {"function": "tests.pool_rewards:counted", "timeout": 60, "args": arguments}
     live = built(tmp_path, reward={"r": counted}, generation__max_num_seqs=4)
-    generate = live.generator.generate
+    sample = live.queue.sample
     seen: list[int] = []
 
-    def waits_for_scores(*args: Any) -> Any:
-        *others, on_group = args
+    @contextmanager
+    def waits_for_scores(*args: Any) -> Iterator[Iterator[Group]]:
+        def groups(sampled: Iterator[Group]) -> Iterator[Group]:
+            for group in sampled:
+                yield group
+                end = time.monotonic() + 60
+                while notes.read_text().count("\0") < 4 * (len(seen) + 1):  # a null for each call
+                    assert time.monotonic() < end, "scoring waits for the last group"
+                    time.sleep(0.01)
+                seen.append(group.prompt_index)
 
-        def take(number: int, completions: Any) -> None:
-            on_group(number, completions)
-            end = time.monotonic() + 60
-            while notes.read_text().count("\0") < 4 * (len(seen) + 1):  # a null for each call
-                assert time.monotonic() < end, "scoring waits for the last group"
-                time.sleep(0.01)
-            seen.append(number)
+        with sample(*args) as sampled:
+            yield groups(sampled)
 
-        return generate(*others, take)
-
-    monkeypatch.setattr(live.generator, "generate", waits_for_scores)
+    monkeypatch.setattr(live.queue, "sample", waits_for_scores)
     collected = collect(live, live.recipe, Clock(CPU))
     live.close()
     assert len(seen) == len(collected.groups) > 1

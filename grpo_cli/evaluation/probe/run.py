@@ -125,24 +125,22 @@ def sample_and_score(
     progress: Callable[[int, str], None],
 ) -> tuple[list[Group], ScoringSession]:
     """Returns this process's scored groups, and the session that has scored them."""
-    workers, done = policy.workers, 0
+    workers, groups = policy.workers, list[Group]()
     session = policy.scorer.begin(policy.state)
     # An error is a finding: it does not end the probe, whatever the recipe says.
     session.rewards = {
         name: dataclasses.replace(reward, on_error="count")
         for name, reward in session.rewards.items()
     }
-
-    def arrived(rollouts: list[Rollout]) -> None:
-        nonlocal done
-        done = min(done + workers.size, len(prompts))
-        progress(done, "prompts completed")
-        session.add(rollouts)
-
     rollouter = Rollouter(policy.generator, policy.tokenizer, policy.episodes)
     own = prompts[workers.rank :: workers.size]
     sampling, seed = Sampling.of(recipe.generation), derive_seed(recipe.seed, STREAM)
-    groups = rollouter.rollouts(own, samples, sampling, seed, arrived)
+    with rollouter.groups(own, samples, sampling, seed) as sampled:
+        for group in sampled:
+            groups.append(group)
+            progress(min(len(groups) * workers.size, len(prompts)), "prompts completed")
+            session.add(group.rollouts)
+    groups.sort(key=lambda group: group.prompt_index)
     rollouts = [r for g in groups for r in g.rollouts]
     with workers.raise_together():
         session.finish(rollouts, policy.tokenizer)

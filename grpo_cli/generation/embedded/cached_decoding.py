@@ -11,7 +11,7 @@ that state. Their prompts are therefore batched by equal length, and the caches 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
+from grpo_cli.generation.base import Finished
 from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
 from grpo_cli.models import vision
 from grpo_cli.models.families import is_recurrent, without_router_logits
@@ -37,17 +38,17 @@ class CachedDecoder:
     max_rows: int  # maximum batch size; a group is never split, and may be larger
 
     @torch.no_grad()
-    def decode(self, states: Sequence[DecodingState]) -> None:
-        """Decodes every row from its prompt to its last token."""
+    def decode(self, states: Sequence[DecodingState]) -> Iterator[list[Finished]]:
+        """Decodes every row from its prompt to its last token; yields prompts as they finish."""
         for state in states:
             at_once = max(1, self.max_rows // state.num_generations)
             # Prompts of similar length are grouped to reduce padding.
             lengths = [len(prompt) for prompt in state.prompts]
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
             for start in range(0, len(order), at_once):
-                self._batch(state, order[start : start + at_once])
+                yield from self._batch(state, order[start : start + at_once])
 
-    def _batch(self, state: DecodingState, numbers: Sequence[int]) -> None:
+    def _batch(self, state: DecodingState, numbers: Sequence[int]) -> Iterator[list[Finished]]:
         """Decodes the prompts with these indices, which are sorted by length."""
         repeat = state.num_generations
         prompts = [state.sources[n] for n in numbers]
@@ -68,6 +69,8 @@ class CachedDecoder:
             logits, mask, next_position = logits[index], mask[index], next_position[index]
         while True:
             tokens, ended = state.next(rows, logits)
+            if state.finished:
+                yield state.take_finished()
             keep = [i for i, has_ended in enumerate(ended) if not has_ended]
             if not keep:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import OnGroup, Request
+from grpo_cli.generation.base import Finished, Request
 from grpo_cli.generation.sampling import choose
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
@@ -27,22 +28,26 @@ class DecodingState:
         request: Request,
         eos_ids: Sequence[int],
         tokenizer: PreTrainedTokenizerBase | None,
-        on_group: OnGroup,
+        *,
+        numbers: Sequence[int] | None = None,
+        never: tuple[int, ...] = (),
     ) -> None:
         """Starts all rows.
 
         Args:
             tokenizer: required only for stop strings.
-            on_group: called with a prompt's index and completions once all of them are complete.
+            numbers: indices of the request's prompts to sample; None: all.
+            never: tokens that must not be sampled.
         """
-        self.prompts = [prompt.ids for prompt in request.prompts]
-        self.sources = request.prompts  # with their images
+        self.request = request
+        self.numbers = [*(range(len(request.prompts)) if numbers is None else numbers)]
+        self.sources = [request.prompts[n] for n in self.numbers]  # with their images
+        self.prompts = [prompt.ids for prompt in self.sources]
         self.num_generations = num_generations = request.num_generations
-        self.sampling = sampling = request.sampling
-        self.seeds = request.seeds
-        self.conversations = request.conversations
+        self.sampling = sampling = replace(request.sampling, never=never)
+        self.seeds = [request.seeds[n] for n in self.numbers]
         self.eos_ids = list(eos_ids)
-        self.on_group = on_group
+        self.finished: list[Finished] = []  # until `take_finished`
         self.stop = None
         if sampling.stop:
             assert tokenizer is not None, "stop strings are found in text"
@@ -58,9 +63,19 @@ class DecodingState:
         self.counts: dict[int, Tensor] = {}
 
     @property
-    def num_rows(self) -> int:
-        """Number of completions, finished or not."""
-        return len(self.tokens)
+    def missing(self) -> list[int]:
+        """The indices of the request's prompts that are not finished."""
+        return [n for n, left in zip(self.numbers, self.left, strict=True) if left]
+
+    def take_finished(self) -> list[Finished]:
+        """Returns the prompts that have finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def conversation(self, row: int) -> int:
+        """Returns the number of a row's conversation."""
+        number, j = divmod(row, self.num_generations)
+        return self.request.conversations[self.numbers[number] * self.num_generations + j]
 
     @property
     def longest(self) -> int:
@@ -72,7 +87,7 @@ class DecodingState:
         return [*self.prompts[row // self.num_generations], *self.tokens[row]]
 
     def next(self, rows: Sequence[int], logits: Tensor) -> tuple[Tensor, list[bool]]:
-        """Draws a token for each of these rows; hands over the groups that are complete.
+        """Draws a token for each of these rows.
 
         Args:
             logits: [B, V] for the rows' next tokens.
@@ -143,7 +158,7 @@ class DecodingState:
             group = [
                 Completion(self.tokens[r], self.logprobs[r], self.finish_reasons[r]) for r in rows
             ]
-            self.on_group(number, group)
+            self.finished.append(Finished(self.request, self.numbers[number], group))
 
     def _uniforms(self, rows: Sequence[int], device: torch.device) -> Tensor | None:
         """Returns a uniform number for each row from the row's own stream, [B]."""
@@ -153,11 +168,11 @@ class DecodingState:
         return torch.tensor(np.array(drawn), device=device)
 
     def stream(self, row: int) -> np.ndarray:
-        """Returns the uniform numbers for sampling a row's tokens, [max_tokens]."""
+        """Returns the uniform numbers in [0, 1) for sampling a row's tokens, [max_tokens]."""
         if row not in self.noise:
             seed = self.seeds[row // self.num_generations]
-            own = derive_seed(seed, row % self.num_generations)
-            self.noise[row] = uniforms(own, self.sampling.max_tokens).numpy()
+            own = torch.Generator().manual_seed(derive_seed(seed, row % self.num_generations))
+            self.noise[row] = torch.rand(self.sampling.max_tokens, generator=own).numpy()
         return self.noise[row]
 
     def _seen(self, rows: Sequence[int], logits: Tensor) -> Tensor | None:
@@ -211,8 +226,3 @@ def check_logits(logits: Tensor) -> None:
             "optimizer.learning_rate, or use a wider model.dtype.",
             alone=True,
         )
-
-
-def uniforms(seed: int, number: int) -> Tensor:
-    """Returns the uniform numbers in [0, 1) for sampling a row's tokens, [number]."""
-    return torch.rand(number, generator=torch.Generator().manual_seed(seed))

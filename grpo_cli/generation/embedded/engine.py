@@ -21,7 +21,7 @@ Two prompts of 3 and 2 tokens with two completions each, max_rows = 4:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo_cli.generation.base import Finished
 from grpo_cli.generation.embedded.decode_batch import DecodeBatch
 from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
 from grpo_cli.generation.embedded.direct_forward import DirectForward
@@ -87,12 +88,16 @@ class Engine:
         self,
         states: Sequence[DecodingState],
         arrived: Callable[[], Sequence[DecodingState]] = list,
-    ) -> None:
+    ) -> Iterator[list[Finished]]:
         """Decodes every row from its prompt to its last token.
 
         Args:
             arrived: returns further states to decode; called when there is room.
+
+        Yields:
+            The prompts that have finished; also [] whenever there is room for further states.
         """
+        under_way = list(states)
         waiting: deque[Waiting] = deque()
         batches: list[Any] = []  # DecodeBatch or StaticBatch
         direct = self.direct or DirectForward.of(self.model)
@@ -129,10 +134,14 @@ class Engine:
             batches = [batch for batch in batches if batch.rows]
             if static is not None and not batches:
                 static.release()
+            if finished := [done for state in under_way for done in state.take_finished()]:
+                yield finished
             states, steps = [], steps + 1
             # Not after each token, since many small batches are slow.
-            if has_room and not waiting and steps > len(batches):
+            if batches and has_room and not waiting and steps > len(batches):
+                yield []
                 states, steps = arrived(), 0
+                under_way = [state for state in under_way if state.missing] + [*states]
 
     def _admitted(self, waiting: deque[Waiting], free: int) -> list[Waiting]:
         """Pops the prompts that begin together; at least one if nothing else is decoded."""
@@ -189,7 +198,7 @@ class Engine:
         if self.caches is None or state.num_generations > 1:
             return kept
         for n in numbers:
-            cache = self.caches.take(state.conversations[n], state.prompts[n])
+            cache = self.caches.take(state.conversation(n), state.prompts[n])
             if cache is not None and not self._has_image(state.sources[n], len(cache.ids)):
                 kept[n] = cache
         return kept
@@ -204,7 +213,7 @@ class Engine:
         state: DecodingState,
         numbers: list[int],
         prompts: Sequence[Prompt],
-        prefill: Prefill | Continuation,
+        prefill: Prefill,
         direct: DirectForward | None,
         *,
         active: int,
@@ -270,7 +279,7 @@ class Engine:
         if self.caches is not None:
             gone = [i for i, has_ended in enumerate(ended) if has_ended]
             for i in gone:
-                conversation = batch.state.conversations[batch.rows[i]]
+                conversation = batch.state.conversation(batch.rows[i])
                 self.caches.keep(conversation, partial(batch.cache_of, i), active - len(gone))
         batch.take(tokens, ended)
 
@@ -278,7 +287,7 @@ class Engine:
         self,
         ids: Tensor,
         positions: Tensor,
-        attending: Prefill | Continuation | Step,
+        attending: Prefill | Step,
         direct: DirectForward | None,
         kept: Tensor | None = None,
         images: Mapping[str, Tensor] = MappingProxyType({}),

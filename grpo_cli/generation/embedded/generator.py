@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.distributed import fsdp
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import (
-    PATIENCE,
-    EngineSetup,
-    Feed,
-    Generator,
-    OnGroup,
-    Request,
-    Work,
-)
+from grpo_cli.generation.base import EngineSetup, Finished, Generator, Request, Session
 from grpo_cli.generation.embedded.cached_decoding import CachedDecoder
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
@@ -42,59 +34,12 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.vision import has_images
-from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.records import Prompt, Rollout
 
 Decoder = type[Engine] | type[CachedDecoder]
 # Tokens per completion in a decoder's self-check, since small errors appear only after several.
 DECODED_TOKENS = 16
 STORED: dict[Decoder, str] = {Engine: "engine", CachedDecoder: "plain"}
-
-
-@dataclass(eq=False)
-class _Unfinished:
-    """A request and the indices of its prompts that have no completions yet."""
-
-    request: Request
-    hand_over: OnGroup
-    missing: list[int]
-    is_handing_over: bool = False
-
-    @classmethod
-    def of(cls, request: Request, hand_over: OnGroup) -> _Unfinished:
-        """Returns the request with all of its prompts missing."""
-        return cls(request, hand_over, list(range(len(request.prompts))))
-
-    def state(
-        self,
-        eos_ids: Sequence[int],
-        tokenizer: PreTrainedTokenizerBase | None,
-        never: tuple[int, ...] = (),
-    ) -> DecodingState:
-        """Returns the decoding state that starts the missing prompts.
-
-        Args:
-            never: tokens that must not be sampled.
-        """
-        request, numbers, per_prompt = (
-            self.request,
-            list(self.missing),
-            self.request.num_generations,
-        )
-        own = [n * per_prompt + j for n in numbers for j in range(per_prompt)]
-        rest = replace(
-            request,
-            prompts=[request.prompts[n] for n in numbers],
-            seeds=[request.seeds[n] for n in numbers],
-            sampling=replace(request.sampling, never=never),
-            conversations=[request.conversations[r] for r in own] if request.conversations else (),
-        )
-        return DecodingState(rest, eos_ids, tokenizer, partial(self._take, numbers))
-
-    def _take(self, numbers: list[int], k: int, completions: list[Completion]) -> None:
-        self.missing.remove(numbers[k])
-        self.is_handing_over = True
-        self.hand_over(numbers[k], completions)
-        self.is_handing_over = False
 
 
 @dataclass(eq=False)
@@ -142,127 +87,58 @@ class TransformersGenerator(Generator):
             return GatheringGenerator(model, workers.half_type or model.dtype, **settings)
         return TransformersGenerator(model, **settings)
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
-        with self._inference():
-            self._finish([_Unfinished.of(request, hand_over)])
-
-    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Samples in rounds, or all ready requests together; keeps KV caches between turns."""
-        self.refuse_images(request.prompts)
-        caches = KeptCaches(len(request.prompts) * request.num_generations)
-
-        def take() -> list[Work]:
-            caches.keep_only(feed.is_open)
-            return feed.take()
-
-        more = None if feed.is_repeatable else take
-        with self._inference():
-            works = [(request, hand_over)]
-            while works:
-                self._finish([_Unfinished.of(*work) for work in works], caches, more)
-                joins = more is not None and self.decoder is Engine
-                works = feed.take() if feed.wait(0.0 if joins else PATIENCE) else []
-                caches.keep_only(feed.is_open)
-
     @contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Sets the policy up for decoding."""
+    def session(self) -> Iterator[Session]:
         # One autocast around all steps, since it caches its casts of the weights until it exits.
         # Layers compiled for training would be recompiled for every cache size.
         with (
             inference(self.policy),
             self.autocast(),
             torch.compiler.set_stance("force_eager"),
+            closing(EmbeddedSession(self)) as session,
         ):
             try:
-                yield
+                yield session
             finally:
                 self.direct = None  # it may hold copies of the weights
 
-    def _finish(
-        self,
-        works: list[_Unfinished],
-        caches: KeptCaches | None = None,
-        more: Callable[[], list[Work]] | None = None,
-    ) -> None:
-        """Decodes until all requests are done; retries with fewer rows when out of memory.
-
-        Args:
-            caches: KV caches kept between turns.
-            more: returns further requests to decode together with these.
-        """
-
-        def arrived() -> list[DecodingState]:
-            new = [_Unfinished.of(*work) for work in more()] if more is not None else []
-            works.extend(new)
-            return [work.state(self.eos_ids, self.tokenizer, never) for work in new]
-
+    def state(self, request: Request, numbers: Sequence[int] | None = None) -> DecodingState:
+        """Returns the state that starts a request, or only its prompts `numbers`."""
         never = image_tokens(self.policy.config)
+        return DecodingState(request, self.eos_ids, self.tokenizer, numbers=numbers, never=never)
 
-        works = [work for work in works if work.missing]  # drops requests without prompts
-        prompts = [prompt for work in works for prompt in work.request.prompts]
-        if works and (self.decoder is None or (not self.checked_images and has_images(prompts))):
-            self._choose_decoder(self.checked_on or prompts)
-        while works:
-            assert self.decoder is not None
-            states = [work.state(self.eos_ids, self.tokenizer, never) for work in works]
-            longest = max(s.longest for s in states)
-            wanted = sum(s.num_rows for s in states)
-            if caches is not None:  # other conversations may join, or wait for a reply
-                wanted = max(wanted, caches.num_conversations)
-                caches.most = self._rows_in_memory(longest)
-            rows = self._rows(wanted, longest)
-            failed = None
-            try:
-                if self.decoder is Engine:
-                    if self.direct is None:
-                        self.direct = DirectForward.of(self.policy)
-                    Engine(
-                        self.policy,
-                        rows,
-                        caches=caches,
-                        graphs=self.graphs,
-                        direct=self.direct,
-                    ).decode(states, arrived)
-                else:
-                    self.decoder(self.policy, rows).decode(states)
-            except attention.UnsupportedModelError as error:  # longer than the checked prompts
-                self.fall_back(str(error))
-                self.direct = None
-                if caches is not None:  # only the engine reads them
-                    caches.clear()
-            except (RuntimeError, MemoryError) as error:
-                if any(work.is_handing_over for work in works) or not memory.is_out_of_memory(
-                    error
-                ):
-                    raise
-                failed = (str(error).strip() or type(error).__name__).splitlines()[0]
-            works = [work for work in works if work.missing]
-            if failed is not None:  # after the except block, whose traceback held memory
-                del states
-                if caches is not None:
-                    caches.clear()
-                memory.release()
-                if works:  # else it failed after the last completion
-                    self._halve(rows, works[0].request.num_generations, longest, failed)
+    def decode(
+        self,
+        states: Sequence[DecodingState],
+        rows: int,
+        caches: KeptCaches | None,
+        arrived: Callable[[], Sequence[DecodingState]],
+    ) -> Iterator[list[Finished]]:
+        """Decodes with the chosen decoder, up to `rows` rows at a time; see `Engine.decode`."""
+        if self.decoder is CachedDecoder:
+            return CachedDecoder(self.policy, rows).decode(states)
+        if self.direct is None:
+            self.direct = DirectForward.of(self.policy)
+        engine = Engine(self.policy, rows, caches=caches, graphs=self.graphs, direct=self.direct)
+        return engine.decode(states, arrived)
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         self.policy = policy
         return {}
 
-    def _rows(self, wanted: int, longest: int) -> int:
+    def rows(self, wanted: int, longest: int) -> int:
         """Returns the batch size for completions whose sequences have up to `longest` tokens."""
         if self.max_rows is not None:
             return min(wanted, self.max_rows)
-        return min(wanted, self._rows_in_memory(longest), memory.most_rows(self.policy))
+        return min(wanted, self.rows_in_memory(longest), memory.most_rows(self.policy))
 
-    def _rows_in_memory(self, longest: int) -> int:
+    def rows_in_memory(self, longest: int) -> int:
         """Returns how many caches of `longest` tokens fit into memory."""
         if self.cache_tokens is None:
             self.cache_tokens = memory.cache_tokens_that_fit(self.policy)
         return max(self.cache_tokens // longest, 1)
 
-    def _halve(self, rows: int, num_generations: int, longest: int, reason: str) -> None:
+    def halve_rows(self, rows: int, num_generations: int, longest: int, reason: str) -> None:
         """Halves the number of rows after `rows` did not fit into memory."""
         if rows <= num_generations:
             raise TrainingError(
@@ -305,16 +181,19 @@ class TransformersGenerator(Generator):
     def fall_back(self, why: str) -> None:
         """Switches to transformers' own cache, and prints the reason."""
         self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
-        self.decoder = CachedDecoder
+        self.decoder, self.direct = CachedDecoder, None
 
-    def _choose_decoder(self, prompts: Sequence[Prompt]) -> None:
+    def choose_decoder(self, prompts: Sequence[Prompt]) -> None:
         """Chooses the fastest decoder whose log-probabilities match the model's.
 
-        Called with the first prompts, and again with the first prompts that have images.
+        It does so with the first prompts, and again with the first prompts that have images.
 
         Raises:
             TrainingError: the model is recurrent, and its cache changes its log-probabilities.
         """
+        if self.decoder is not None and (self.checked_images or not has_images(prompts)):
+            return
+        prompts = self.checked_on or prompts
         if self.decoder is None:
             self.decoder = Engine
             if is_recurrent(self.policy):
@@ -364,10 +243,9 @@ class TransformersGenerator(Generator):
             return Outcome.of(rollouts, simplest(rollouts, 1.0)[0])
 
         def attempt(**own: Any) -> tuple[list[Rollout], Outcome]:
-            groups: dict[int, list[Completion]] = {}
             request = Request(begun, 2, Sampling(max_tokens=DECODED_TOKENS), [0, 1])
-            state = DecodingState(request, [], None, groups.__setitem__)
-            decoder(self.policy, 4, **own).decode([state])
+            found = decoder(self.policy, 4, **own).decode([DecodingState(request, [], None)])
+            groups = {done.number: done.completions for finished in found for done in finished}
             rollouts = [Rollout(p, c, "") for n, p in enumerate(begun) for c in groups[n]]
             sampled = [torch.tensor(r.completion.sampling_logprobs) for r in rollouts]
             return rollouts, Outcome.of(rollouts, pad_right(sampled, DECODED_TOKENS))
@@ -392,6 +270,70 @@ class TransformersGenerator(Generator):
         return attention.mismatch(check) or next(filter(None, found), None)
 
 
+class EmbeddedSession(Session):
+    """Decodes all submitted requests together; keeps KV caches between turns of conversations."""
+
+    generator: TransformersGenerator
+    caches: KeptCaches | None = None
+
+    @property
+    def joins_requests(self) -> bool:
+        return self.generator.decoder is Engine
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        if self.caches is None and request.conversations:
+            self.caches = KeptCaches(len(request.conversations))
+
+    def end(self, conversation: int) -> None:
+        if self.caches is not None:
+            self.caches.drop(conversation)
+
+    def _sample(self) -> Iterator[list[Finished]]:
+        """Decodes the submitted requests; decodes again with fewer rows when out of memory."""
+        engine = self.generator
+        states: list[DecodingState] = []
+
+        def arrived() -> list[DecodingState]:
+            new = [engine.state(request) for request in self._submitted]
+            self._submitted.clear()
+            states.extend(new)
+            return new
+
+        while True:
+            arrived()
+            engine.choose_decoder([prompt for state in states for prompt in state.sources])
+            longest = max(s.longest for s in states)
+            wanted = sum(len(s.tokens) for s in states)
+            if (caches := self.caches) is not None:
+                # Other conversations may join, or wait for a reply.
+                wanted = max(wanted, caches.num_conversations)
+                caches.most = engine.rows_in_memory(longest)
+            rows = engine.rows(wanted, longest)
+            reason, is_out_of_memory = None, False
+            try:
+                yield from engine.decode(states, rows, caches, arrived)
+            except attention.UnsupportedModelError as error:  # longer than the checked prompts
+                reason = str(error)
+            except (RuntimeError, MemoryError) as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                is_out_of_memory = True
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            # After the except block, whose traceback held memory.
+            states[:] = [engine.state(s.request, s.missing) for s in states if s.missing]
+            if reason is None:
+                continue
+            if caches is not None:
+                caches.clear()
+            if not is_out_of_memory:
+                engine.fall_back(reason)
+                continue
+            memory.release()
+            if states:  # else it failed after the last completion
+                engine.halve_rows(rows, states[0].num_generations, longest, reason)
+
+
 class GatheringGenerator(TransformersGenerator):
     """Decodes on a complete copy of a sharded policy, gathered on every process while it samples.
 
@@ -412,12 +354,12 @@ class GatheringGenerator(TransformersGenerator):
         self.sharded, self.dtype = sharded, dtype
 
     @contextmanager
-    def _inference(self) -> Iterator[None]:
+    def session(self) -> Iterator[Session]:
         """Gathers the weights, a collective operation, and frees them afterwards."""
         fsdp.fill(self.policy, self.sharded, self.dtype)
         try:
-            with super()._inference():
-                yield
+            with super().session() as session:
+                yield session
         finally:
             fsdp.empty(self.policy)
 

@@ -66,9 +66,9 @@ class KeptCaches:
         cache = self.caches.pop(conversation, None)
         return None if cache is None else cache.beginning(prompt)
 
-    def keep_only(self, is_open: Callable[[int], bool]) -> None:
-        """Drops the caches of conversations that are over."""
-        self.caches = {n: cache for n, cache in self.caches.items() if is_open(n)}
+    def drop(self, conversation: int) -> None:
+        """Drops the cache of a conversation that is over."""
+        self.caches.pop(conversation, None)
 
     def clear(self) -> None:
         """Drops all caches."""

@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, listed
-from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request, Work
+from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import images, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
@@ -135,7 +135,7 @@ class ColocatedGenerator(VllmGenerator):
         self.sleeping: list[str] = []  # vLLM's tags of sleeping memory
         self.apart = _Apart()
         self.max_model_len = vllm.engine_args.get("max_model_len") or self.longest
-        self._check_lengths(self.longest_prompt, setup.recipe.longest_completion)
+        self.check_lengths(self.longest_prompt, setup.recipe.longest_completion)
         name = f"grpo-{workers.first(secrets.token_hex(8))}"
         with self.apart():
             os.environ |= environment(workers)
@@ -157,61 +157,13 @@ class ColocatedGenerator(VllmGenerator):
         self.lora_request: Any = None  # identifies the adapter to vLLM; None: not yet loaded
         self.written: AdapterFolder | None = None  # only on the main process
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
-        self._sample([(request, hand_over)])
-
-    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Adds the feed's ready requests to the running ones, or samples in rounds if repeatable.
-
-        Only for engines of one process: `contradictions` refuses episodes with tensor parallelism.
-        """
-        if feed.is_repeatable:
-            super().converse(request, hand_over, feed)
-            return
-        works = [(request, hand_over)]
-        while works:
-            self._sample(works, lambda: feed.take(exact=True))
-            works = feed.take(exact=True) if feed.wait(patience=0.0) else []
-
-    def _sample(self, works: Sequence[Work], more: Callable[[], Sequence[Work]] = list) -> None:
-        """Samples requests, and further ones that `more` returns after each engine step."""
-        numbers = itertools.count()
-        asked = dict[int, tuple[OnGroup | None, int, Request]]()
-
-        def ask(works: Sequence[Work]) -> None:
-            for request, hand_over in works:
-                pairs = zip(
-                    [replace(p, text="", columns={}) for p in request.prompts],
-                    [self.params(request, seed) for seed in request.seeds],
-                    strict=True,
-                )
-                everyones, first = self._of_engine(list(pairs))
-                if not everyones:
-                    continue
-                longest = max(len(prompt.ids) for prompt, _ in everyones)
-                self._check_lengths(longest, request.sampling.max_tokens)
-                inputs = self._rendered([prompt for prompt, _ in everyones])
-                for i, (_, params) in enumerate(everyones):
-                    is_own = first <= i < first + len(request.prompts)  # this process's prompt
-                    number = next(numbers)
-                    asked[number] = hand_over if is_own else None, i - first, request
-                    # flat_logprobs: lists of numbers instead of a dict and an object per token.
-                    typed = _typed(params, flat_logprobs=True)
-                    self._add_request(number, inputs[i], typed)
-
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Session]:
         self._wake_up()
         with self.apart():
-            ask(works)
-            for number, output in self._finished(lambda: ask(more())):
-                hand_over, i, request = asked.pop(number)
-                if hand_over is not None:
-                    images.check_ids(request.prompts[i], output.prompt_token_ids)
-                    group = [
-                        self._completion(c) for c in sorted(output.outputs, key=lambda c: c.index)
-                    ]
-                    hand_over(i, repeated(group, request.num_generations))
+            yield ColocatedSession(self)
 
-    def _check_lengths(self, longest_prompt: int, max_tokens: int) -> None:
+    def check_lengths(self, longest_prompt: int, max_tokens: int) -> None:
         whose = "generation.vllm.engine_args.max_model_len"
         check_lengths(longest_prompt, max_tokens, self.max_model_len, whose)
 
@@ -301,9 +253,11 @@ class ColocatedGenerator(VllmGenerator):
         """Returns the engine's log-probabilities of each row's scored tokens."""
         score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         with self.apart():
-            for number, prompt in enumerate(self._rendered([r.prompt for r in rows])):
-                self._add_request(number, prompt, _typed(score))
-            outputs = dict(self._finished())
+            for number, prompt in enumerate(self.rendered([r.prompt for r in rows])):
+                self.add_request(number, prompt, _typed(score))
+            outputs: dict[int, Any] = {}
+            while self.engine.has_unfinished_requests():
+                outputs |= self.advance()
         for n, row in enumerate(rows):
             images.check_ids(row.prompt, outputs[n].prompt_token_ids)
         return [
@@ -314,10 +268,10 @@ class ColocatedGenerator(VllmGenerator):
             for n, row in enumerate(rows)
         ]
 
-    def _add_request(self, number: int, prompt: Any, params: Any) -> None:
+    def add_request(self, number: int, prompt: Any, params: Any) -> None:
         self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
 
-    def _rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
+    def rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
         """Returns prompts in the form that the engine accepts.
 
         Raises:
@@ -334,26 +288,21 @@ class ColocatedGenerator(VllmGenerator):
                 alone=True,
             ) from error
 
-    def _finished(self, then: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Any]]:
-        """Yields (number, output) for each request when it is done.
-
-        Args:
-            then: called after each step; may add requests.
+    def advance(self) -> Iterator[tuple[int, Any]]:
+        """Takes a step of the engine; yields (number, output) of each request that is done.
 
         Raises:
             Interrupt: the run has to end; unfinished requests end with the engine.
         """
-        while self.engine.has_unfinished_requests():
-            if self.config.tensor_parallel == 1:
-                heartbeat.beat()
-            else:  # no interrupt here: the engine's other processes take the same step
-                heartbeat.touch()
-            for output in self.engine.step():
-                if output.finished:
-                    yield int(output.request_id), output
-            then()
+        if self.config.tensor_parallel == 1:
+            heartbeat.beat()
+        else:  # no interrupt here: the engine's other processes take the same step
+            heartbeat.touch()
+        for output in self.engine.step():
+            if output.finished:
+                yield int(output.request_id), output
 
-    def _of_engine(
+    def of_engine(
         self, own: list[tuple[Prompt, dict[str, Any]]]
     ) -> tuple[list[tuple[Prompt, dict[str, Any]]], int]:
         """Returns (prompts and parameters of the engine's processes, index of this one's first)."""
@@ -365,7 +314,7 @@ class ColocatedGenerator(VllmGenerator):
         before = sum(len(part) for part in parts[first : self.workers.rank])
         return [item for part in parts[first : first + size] for item in part], before
 
-    def _completion(self, output: Any) -> Completion:
+    def completion(self, output: Any) -> Completion:
         ids = list(output.token_ids)
         logprobs = output.logprobs  # flat, with one entry per position: the sampled token's
         assert logprobs.token_ids == ids, "vLLM reports the log-probability of the sampled token"
@@ -376,6 +325,55 @@ class ColocatedGenerator(VllmGenerator):
                 alone=True,
             )
         return completion(ids, logprobs.logprobs, output.finish_reason, self.step)
+
+
+class ColocatedSession(Session):
+    """Adds each submitted request to the engine's running ones; a poll is a step of the engine."""
+
+    generator: ColocatedGenerator
+    joins_requests = True
+    rounds_lengths = False
+
+    def __init__(self, generator: ColocatedGenerator) -> None:
+        super().__init__(generator)
+        self.numbers = itertools.count()
+        # By vLLM's number of a request; prompts of the engine's other processes have a negative or
+        # too large index.
+        self.asked: dict[int, tuple[Request, int]] = {}
+
+    def submit(self, request: Request) -> None:
+        engine = self.generator
+        engine.refuse_images(request.prompts)
+        pairs = zip(
+            [replace(p, text="", columns={}) for p in request.prompts],
+            [engine.params(request, seed) for seed in request.seeds],
+            strict=True,
+        )
+        everyones, first = engine.of_engine(list(pairs))
+        if not everyones:
+            return
+        longest = max(len(prompt.ids) for prompt, _ in everyones)
+        engine.check_lengths(longest, request.sampling.max_tokens)
+        inputs = engine.rendered([prompt for prompt, _ in everyones])
+        self.unfinished += len(everyones)
+        for i, (_, params) in enumerate(everyones):
+            number = next(self.numbers)
+            self.asked[number] = request, i - first
+            # flat_logprobs: lists of numbers instead of a dict and an object per token.
+            engine.add_request(number, inputs[i], _typed(params, flat_logprobs=True))
+
+    def poll(self, timeout: float = 1.0) -> list[Finished]:
+        found = []
+        for vllm_number, output in self.generator.advance():
+            self.unfinished -= 1
+            request, number = self.asked.pop(vllm_number)
+            if 0 <= number < len(request.prompts):
+                images.check_ids(request.prompts[number], output.prompt_token_ids)
+                by_index = sorted(output.outputs, key=lambda c: c.index)
+                group = [self.generator.completion(c) for c in by_index]
+                group = repeated(group, request.num_generations)
+                found.append(Finished(request, number, group))
+        return found
 
 
 def _typed(params: dict[str, Any], **more: Any) -> Any:

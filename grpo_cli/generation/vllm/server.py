@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx2
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request
+from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import lora, weight_transfer
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost, wait_for
@@ -70,12 +69,11 @@ class Load:
 
 
 @dataclass(eq=False)
-class _Ask:
+class Ask:
     """One prompt of a request, which is sent to a server."""
 
     request: Request
     number: int  # index of the prompt in the request
-    hand_over: OnGroup
     is_again: bool = False  # whether a server has failed on it before
 
     @property
@@ -88,10 +86,6 @@ class _Ask:
         """The conversation numbers of its completions; empty without later turns."""
         first = self.number * self.rows
         return self.request.conversations[first : first + self.rows]
-
-    def home(self, homes: Mapping[int, str]) -> str | None:
-        """Returns the server that has the conversation's earlier turns cached, or None."""
-        return next((homes[c] for c in self.conversations if c in homes), None)
 
 
 class ServerGenerator(VllmGenerator):
@@ -144,22 +138,17 @@ class ServerGenerator(VllmGenerator):
                 "weights where prompts have images; set it to false."
             )
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
-        if request.prompts:
-            asyncio.run(self._sample(request, hand_over))
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Session]:
+        with asyncio.Runner() as runner:
+            session = ServerSession(self, runner)
+            try:
+                yield session
+            finally:
+                session.close()
 
-    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Requests each next turn as soon as the feed has it, or samples in rounds if repeatable.
-
-        A conversation stays on its server, which has its KV cache.
-        """
-        if feed.is_repeatable:
-            super().converse(request, hand_over, feed)
-        elif request.prompts:
-            asyncio.run(self._sample(request, hand_over, feed))
-
-    def _check_length(self, request: Request) -> None:
-        shortest = min((s.max_model_len for s in self._live()), default=self.longest)
+    def check_length(self, request: Request) -> None:
+        shortest = min((s.max_model_len for s in self.live_servers()), default=self.longest)
         longest = max(len(p.ids) for p in request.prompts)
         whose = "the servers (max_model_len)"
         check_lengths(longest, request.sampling.max_tokens, shortest, whose)
@@ -189,136 +178,22 @@ class ServerGenerator(VllmGenerator):
         with contextlib.suppress(OSError):  # it does not exist, or another server's files are in it
             self.folder.rmdir()
 
-    async def _sample(self, request: Request, hand_over: OnGroup, feed: Feed | None = None) -> None:
-        """Sends each prompt to the least busy server; prompts of a lost server go to the others.
-
-        Args:
-            feed: supplies more requests while these are sampled.
-        """
-        oldest = self.step
-        waiting: deque[_Ask] = deque()
-        tasks: dict[asyncio.Task[list[Completion]], tuple[Server, _Ask]] = {}
-        watches: dict[str, asyncio.Task[ServerLost]] = {}  # by address
-        homes: dict[int, str] = {}  # conversation -> address of its server
-        news, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def steps(version: str) -> int:
-            found = self.versions.get(version, -1)
-            return found if found >= oldest else -1
-
-        def take(request: Request, hand_over: OnGroup) -> None:
-            self._check_length(request)
-            waiting.extend(_Ask(request, n, hand_over) for n in range(len(request.prompts)))
-
-        def notice() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(news.set)
-
-        async def ask(server: Server, a: _Ask) -> list[Completion]:
-            if server.url not in watches or watches[server.url].done():
-                watches[server.url] = asyncio.create_task(self._watch(server, client))
-            answer = asyncio.create_task(
-                server.generate(
-                    client,
-                    a.request.prompts[a.number],
-                    self.params(a.request, a.request.seeds[a.number]),
-                    f"{self.run}:{self.step}",
-                    steps,
-                )
-            )
-            watch = watches[server.url]
-            try:
-                await asyncio.wait([answer, watch], return_when=asyncio.FIRST_COMPLETED)
-                if not answer.done():
-                    raise watch.result()
-                return answer.result()
-            finally:
-                answer.cancel()
-                self.in_flight.give_back(server, a.rows)
-
-        async def wait() -> None:
-            """Waits for an answer, for the feed, or for a timeout."""
-            begun, nothing_asked = time.monotonic(), not tasks
-            noticed = asyncio.create_task(news.wait())
-            # Other batches of this process may occupy all servers.
-            moment = SOON if waiting and nothing_asked else BEAT
-            await asyncio.wait(
-                [*tasks, noticed], timeout=moment, return_when=asyncio.FIRST_COMPLETED
-            )
-            noticed.cancel()
-            if feed is not None and nothing_asked and not waiting:
-                feed.seconds_waited += time.monotonic() - begun
-
-        # A new connection per request, since servers close kept connections at any time.
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx2.Timeout(None, connect=QUICK)
-        async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
-            try:
-                take(request, hand_over)
-                if feed is not None:
-                    feed.notify(notice)
-                while waiting or tasks or (feed is not None and feed.is_waiting()):
-                    heartbeat.beat_of_main()
-                    if feed is not None:
-                        news.clear()
-                        for work in feed.take(exact=True):
-                            take(*work)
-                    live = self._live()
-                    if not live:
-                        raise TrainingError(self._all_lost(), alone=True)
-                    while waiting and (
-                        server := self.in_flight.take(live, waiting[0].rows, waiting[0].home(homes))
-                    ):
-                        a = waiting.popleft()
-                        homes |= dict.fromkeys(a.conversations, server.url)
-                        tasks[asyncio.create_task(ask(server, a))] = server, a
-                    await wait()
-                    for task in [t for t in tasks if t.done()]:
-                        server, a = tasks.pop(task)
-                        try:
-                            group = task.result()
-                        except ServerLost as error:
-                            waiting.appendleft(a)
-                            if not error.is_passing or a.is_again:
-                                self._lose(server, str(error))
-                            a.is_again = True
-                            continue
-                        a.hand_over(a.number, repeated(group, a.rows))
-            finally:
-                if feed is not None:
-                    feed.notify(lambda: None)
-                left = [*tasks, *watches.values()]
-                for one in left:
-                    one.cancel()
-                await asyncio.gather(*left, return_exceptions=True)
-
-    async def _watch(self, server: Server, client: httpx2.AsyncClient) -> ServerLost:
-        """Returns the error once a server stops answering, or a request or update has lost it."""
-        watch = asyncio.create_task(server.watch(client))
-        try:
-            while server.url in self.live:
-                await asyncio.wait([watch], timeout=SOON)
-                if watch.done():
-                    return watch.result()
-        finally:
-            watch.cancel()
-        return ServerLost(self.why_lost.get(server.url, server.url))
-
-    def _live(self) -> list[Server]:
+    def live_servers(self) -> list[Server]:
         """Returns the servers with the newest weights, rotated by rank to spread the load."""
         live = [s for s in self.servers if s.url in self.live]
         first = self.workers.rank % len(live) if live else 0
         return live[first:] + live[:first]
 
-    def _lose(self, server: Server, why: str) -> None:
-        if server.url not in self.live:
+    def lose(self, url: str, why: str) -> None:
+        """Notes that a server has failed, whose prompts then go to the others."""
+        if url not in self.live:
             return
-        self.live.discard(server.url)
-        self.why_lost[server.url] = why
+        self.live.discard(url)
+        self.why_lost[url] = why
         if self.live:
             self.say(f"note: {why}\nThe other servers go on; it joins again once it is back.")
 
-    def _all_lost(self) -> str:
+    def all_lost(self) -> str:
         return "no server is left. " + "\n".join(self.why_lost.values())
 
     def _send(self, version: str, known: set[str]) -> None:
@@ -340,7 +215,7 @@ class ServerGenerator(VllmGenerator):
                     self._drop(url, str(why))
                 self.live = set(self.links)
                 if not self.live:
-                    raise TrainingError(self._all_lost())
+                    raise TrainingError(self.all_lost())
             else:
                 for _ in weights:  # gathering a sharded policy is collective
                     pass
@@ -409,7 +284,7 @@ class ServerGenerator(VllmGenerator):
         if (link := self.links.pop(url, None)) is not None:
             link.close()
         if url in self.live:
-            self._lose(next(s for s in self.servers if s.url == url), why)
+            self.lose(url, why)
         elif self.why_lost.get(url) != why:  # report it once, not at every step
             self.why_lost[url] = why
             self.say(f"note: {why}")
@@ -418,13 +293,124 @@ class ServerGenerator(VllmGenerator):
         assert self.weight_check is not None
         found = {}
         with self.workers.raise_together():
-            for server in self._live() if self.workers.is_main else ():
+            for server in self.live_servers() if self.workers.is_main else ():
                 try:
                     scores = server.score(self.weight_check.rows)
                     found[f"server {server.url}"] = self.weight_check.difference(trainer, scores)
                 except ServerLost as error:
                     self._drop(server.url, str(error))
             if self.workers.is_main and not found:
-                raise TrainingError(self._all_lost())
+                raise TrainingError(self.all_lost())
         self.live, found = self.workers.gather((self.live, found))[0]
         return found
+
+
+class ServerSession(Session):
+    """Sends each prompt to the least busy server; prompts of a lost server go to the others.
+
+    A conversation stays on its server, which has its KV cache.
+    """
+
+    generator: ServerGenerator
+    joins_requests = True
+    rounds_lengths = False
+
+    def __init__(self, generator: ServerGenerator, runner: asyncio.Runner) -> None:
+        super().__init__(generator)
+        self.runner = runner
+        self.client: httpx2.AsyncClient | None = None  # made with the first poll
+        self.oldest = generator.step  # completions may not be of older weights
+        self.waiting: deque[Ask] = deque()
+        self.tasks: dict[asyncio.Task[list[Completion]], tuple[Server, Ask]] = {}
+        self.watches: dict[str, asyncio.Task[ServerLost]] = {}  # by address
+        self.homes: dict[int, str] = {}  # conversation -> address of its server
+
+    def submit(self, request: Request) -> None:
+        self.generator.refuse_images(request.prompts)
+        if request.prompts:
+            self.generator.check_length(request)
+        self.unfinished += len(request.prompts)
+        self.waiting.extend(Ask(request, n) for n in range(len(request.prompts)))
+
+    def poll(self, timeout: float = 1.0) -> list[Finished]:
+        heartbeat.beat_of_main()
+        found = self.runner.run(self._poll(min(timeout, BEAT)))
+        self.unfinished -= len(found)
+        return found
+
+    def close(self) -> None:
+        """Cancels the requests in flight."""
+        if self.client is not None:
+            self.runner.run(self._close(self.client))
+
+    async def _poll(self, timeout: float) -> list[Finished]:
+        engine = self.generator
+        if self.client is None:
+            # A new connection per request, since servers close kept connections at any time.
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+            no_limit = httpx2.Timeout(None, connect=QUICK)
+            self.client = httpx2.AsyncClient(limits=limits, timeout=no_limit, trust_env=False)
+        live = engine.live_servers()
+        if not live:
+            raise TrainingError(engine.all_lost(), alone=True)
+        while self.waiting:
+            ask = self.waiting[0]
+            home = next((self.homes[c] for c in ask.conversations if c in self.homes), None)
+            server = engine.in_flight.take(live, ask.rows, home)
+            if server is None:
+                break
+            self.waiting.popleft()
+            self.homes |= dict.fromkeys(ask.conversations, server.url)
+            self.tasks[asyncio.create_task(self._answer(server, ask, self.client))] = server, ask
+            if server.url not in self.watches:
+                self.watches[server.url] = asyncio.create_task(server.watch(self.client))
+        if not self.tasks:  # other batches of this process occupy all servers
+            await asyncio.sleep(min(timeout, SOON))
+            return []
+        both = [*self.tasks, *self.watches.values()]
+        await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for url, watch in [*self.watches.items()]:
+            if watch.done():
+                del self.watches[url]
+                engine.lose(url, str(watch.result()))
+        found = []
+        for task, (server, ask) in [*self.tasks.items()]:
+            if not task.done() and server.url in engine.live:
+                continue
+            del self.tasks[task]
+            try:
+                if not task.done():  # another request or an update has lost the server
+                    task.cancel()
+                    raise ServerLost(engine.why_lost.get(server.url, server.url))
+                group = repeated(task.result(), ask.rows)
+                found.append(Finished(ask.request, ask.number, group))
+            except ServerLost as error:
+                self.waiting.appendleft(ask)
+                if not error.is_passing or ask.is_again:
+                    engine.lose(server.url, str(error))
+                ask.is_again = True
+        return found
+
+    async def _answer(
+        self, server: Server, ask: Ask, client: httpx2.AsyncClient
+    ) -> list[Completion]:
+        """Returns a server's completions of a prompt."""
+        engine, n = self.generator, ask.number
+
+        def steps(version: str) -> int:
+            found = engine.versions.get(version, -1)
+            return found if found >= self.oldest else -1
+
+        params = engine.params(ask.request, ask.request.seeds[n])
+        version = f"{engine.run}:{engine.step}"
+        try:
+            return await server.generate(client, ask.request.prompts[n], params, version, steps)
+        finally:
+            engine.in_flight.give_back(server, ask.rows)
+
+    async def _close(self, client: httpx2.AsyncClient) -> None:
+        left = [*self.tasks, *self.watches.values()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await client.aclose()

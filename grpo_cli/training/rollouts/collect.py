@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,22 +41,74 @@ MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO; then the step has
 def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     """Samples and scores the groups of a step, and divides them over the processes.
 
+    Every group is accepted; with dynamic sampling, only those with a signal, and more are sampled
+    until there are as many as the step has prompts.
+
     Raises:
         TrainingError: a reward function failed, the advantage rule does not take its rewards, or
             too many environments failed.
         UserError: a reward names an environment's reward that does not exist.
         Interrupted: the run has to end first.
     """
-    dynamic = recipe.generation.dynamic_sampling
-    collected = (collect_informative if dynamic else collect_next)(run, recipe, clock)
-    if (episodes := run.queue.episodes) is not None:
-        collected.metrics |= episodes.take_times()
+    queue, wanted, dynamic = run.queue, recipe.prompts_per_step, recipe.generation.dynamic_sampling
+    batch = queue.prefetched.popleft() if queue.prefetched else None
+    own, queue.leftover = queue.leftover, []  # this process's accepted groups
+    accepted = gathered(run.workers, own) if dynamic else {}
+    carried, sampled, sessions = len(accepted), StepStats(), list[ScoringSession]()
+    while len(accepted) < wanted and len(sessions) < MAX_ATTEMPTS:
+        share = max(queue.signal_share, LOWEST_SHARE) if dynamic else 1.0
+        number = min(wanted, math.ceil((wanted - len(accepted)) / share))
+        sessions.append(session := run.scorer.begin(run.trainer_state()))
+        groups = _sample(run, recipe, number, clock, session, batch)
+        with (
+            run.interrupts.interruptible(),
+            clock.waiting(),
+            run.workers.raise_together(),
+            clock.stage("reward"),
+        ):
+            session.finish([r for g in groups for r in g.rollouts], run.policy.tokenizer)
+        fresh = _outcomes(run, recipe, groups)
+        sampled |= fresh
+        usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, recipe, group)}
+        own += [g for g in groups if g.prompt_index in usable]
+        accepted |= {p: group for p, group in fresh.items() if p in usable}
+        if not dynamic:
+            break
+        queue.signal_share = (len(accepted) - carried) / len(sampled)
+    # Without leftover groups of the step before, `accepted` has the order of `sampled`.
+    chosen = dict(sorted(accepted.items())[:wanted]) if dynamic else accepted
+    queue.leftover = [g for g in own if g.prompt_index not in chosen]
+    own = [g for g in own if g.prompt_index in chosen]
+    collected = StepBatch(own, chosen, sampled or chosen, metrics_of(sessions, run.workers))
+    if dynamic:
+        with clock.stage("old_logprobs"):  # under the present policy, before its update
+            leftover = [r for g in queue.leftover for r in g.rollouts]
+            fill_old_logprobs(run, recipe, leftover)
+        counts = {
+            "attempts": len(sessions),
+            "sampled": len(sampled),
+            "dropped": len(sampled) - (len(accepted) - carried),
+            "carried": carried,
+            "missing": wanted - len(chosen),
+        }
+        collected.metrics |= {f"dynamic_sampling/{k}": float(n) for k, n in counts.items()}
+    if queue.prefetch_steps:
+        collected.metrics |= _mark_prefetched(run, own, batch, clock)
+    if queue.episodes is not None:
+        collected.metrics |= queue.episodes.take_times()
     streams = recipe.dataset.streaming  # whose rows do not come again soon
     for _, group in sorted(collected.sampled.items()) if not streams else ():
-        run.queue.lengths[group[0].row] = mean([o.tokens for o in group])
+        queue.lengths[group[0].row] = mean([o.tokens for o in group])
     with clock.waiting():
         rebalance(run, recipe, collected)
     return collected
+
+
+def _has_signal(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
+    try:
+        return has_signal(recipe, group)
+    except ValueError as error:
+        raise TrainingError(f"step {run.state.step + 1}: {error}") from error
 
 
 def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
@@ -95,61 +146,19 @@ def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
     return 0.0 if same and not speaks else tokens
 
 
-def collect_next(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
-    """Collects the groups of the next prompts, prefetched ones if there are any."""
-    queue, sessions = run.queue, list[ScoringSession]()
-    batch = queue.prefetched.popleft() if queue.prefetched else None
-    groups, step_stats = _sample(run, recipe, recipe.prompts_per_step, clock, sessions, batch)
-    metrics = metrics_of(sessions, run.workers)
+def _mark_prefetched(
+    run: Run, groups: Sequence[Group], batch: PrefetchedGroups | None, clock: Clock
+) -> dict[str, float]:
+    """Gives prefetched rollouts the sampler's log-probabilities; returns their metrics.
+
+    Args:
+        batch: None if the groups were sampled in this step.
+    """
     rollouts = [r for g in groups for r in g.rollouts]
-    if batch is not None:
-        for r in rollouts:
-            use_samplers_logprobs(r, run.state.step)
-    if queue.prefetch_steps:
-        took, waited = batch.seconds if batch else math.nan, clock.seconds["generate"]
-        metrics |= staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
-    return StepBatch(groups, step_stats, step_stats, metrics)
-
-
-def collect_informative(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
-    """Samples until there are as many groups with a signal as the step has prompts."""
-    queue, sessions = run.queue, list[ScoringSession]()
-    wanted = recipe.prompts_per_step
-    own, queue.leftover = queue.leftover, []
-    usable = gathered(run.workers, own)
-    carried = len(usable)
-    sampled: StepStats = {}
-    attempts = 0
-    while len(usable) < wanted and attempts < MAX_ATTEMPTS:
-        share = max(queue.signal_share, LOWEST_SHARE)
-        number = min(wanted, math.ceil((wanted - len(usable)) / share))
-        groups, fresh = _sample(run, recipe, number, clock, sessions)
-        sampled |= fresh
-        try:
-            informative = {p for p, group in fresh.items() if has_signal(recipe, group)}
-        except ValueError as error:
-            raise TrainingError(f"step {run.state.step + 1}: {error}") from error
-        own += [g for g in groups if g.prompt_index in informative]
-        usable |= {p: fresh[p] for p in informative}
-        queue.signal_share = (len(usable) - carried) / len(sampled)
-        attempts += 1
-    chosen = dict(sorted(usable.items())[:wanted])
-    queue.leftover = [g for g in own if g.prompt_index not in chosen]
-    with clock.stage("old_logprobs"):  # under the present policy, before its update
-        fill_old_logprobs(run, recipe, [r for g in queue.leftover for r in g.rollouts])
-    metrics = {
-        "dynamic_sampling/attempts": attempts,
-        "dynamic_sampling/sampled": len(sampled),
-        "dynamic_sampling/dropped": len(sampled) - (len(usable) - carried),
-        "dynamic_sampling/carried": carried,
-        "dynamic_sampling/missing": wanted - len(chosen),
-    }
-    return StepBatch(
-        [g for g in own if g.prompt_index in chosen],
-        chosen,
-        sampled or chosen,  # the leftover groups were enough
-        {name: float(value) for name, value in metrics.items()} | metrics_of(sessions, run.workers),
-    )
+    for r in rollouts if batch is not None else ():
+        use_samplers_logprobs(r, run.state.step)
+    took, waited = batch.seconds if batch else math.nan, clock.seconds["generate"]
+    return staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
 
 
 def use_samplers_logprobs(rollout: Rollout, step: int) -> None:
@@ -167,39 +176,35 @@ def _sample(
     recipe: Recipe,
     number: int,
     clock: Clock,
-    sessions: list[ScoringSession],
+    session: ScoringSession,
     batch: PrefetchedGroups | None = None,
-) -> tuple[list[Group], StepStats]:
-    """Returns this process's groups of the next `number` prompts, and all processes' outcomes.
+) -> list[Group]:
+    """Returns this process's groups of the next `number` prompts.
 
     Args:
-        sessions: receives the session in which the groups are scored.
+        session: begins to score the groups while others are still being sampled.
         batch: the groups, if they were prefetched.
     """
-    session = run.scorer.begin(run.trainer_state())
-    sessions.append(session)
     # Processes in lockstep sample episodes in rounds: one that left early would block the others.
     in_rounds = run.queue.episodes is not None and run.workers.runs_in_lockstep
     leaving = nullcontext() if in_rounds else run.interrupts.interruptible()
-    own, complete = -(-number // run.workers.size), itertools.count(1)
-
-    def add(rollouts: Sequence[Rollout]) -> None:
-        session.add(rollouts)  # scoring begins while others are still being sampled
-        heartbeat.detail(f"{next(complete)}/{own}")
-
+    share, groups = -(-number // run.workers.size), list[Group]()
     with clock.stage("generate"), leaving:
-        sampling = run.queue.sample(recipe, number) if batch is None else batch.take
-        groups = sampling(add)
-    rollouts = [r for g in groups for r in g.rollouts]
+        sampling = run.queue.sample(recipe, number) if batch is None else nullcontext(batch.take())
+        with sampling as sampled:
+            for group in sampled:
+                session.add(group.rollouts)
+                groups.append(group)
+                heartbeat.detail(f"{len(groups)}/{share}")
+    groups.sort(key=lambda group: group.prompt_index)
     if run.generator.computes_here:
+        rollouts = [r for g in groups for r in g.rollouts]
         clock.count("generate", rollout_flops(run.policy.model, rollouts))
-    with (
-        run.interrupts.interruptible(),
-        clock.waiting(),
-        run.workers.raise_together(),
-        clock.stage("reward"),
-    ):
-        session.finish(rollouts, run.policy.tokenizer)
+    return groups
+
+
+def _outcomes(run: Run, recipe: Recipe, groups: Sequence[Group]) -> StepStats:
+    """Returns all processes' outcomes of groups that have been scored."""
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for group in groups:
         for r in group.rollouts:
@@ -208,7 +213,7 @@ def _sample(
     check_environments(recipe, step_stats, run.state.step)
     if run.state.step == 0:
         check_reward_names(run, recipe, step_stats)
-    return groups, step_stats
+    return step_stats
 
 
 def check_reward_names(run: Run, recipe: Recipe, sampled: StepStats) -> None:

@@ -10,32 +10,34 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.records import Group, Rollout
+from grpo_cli.records import Group
 
 POLL_SECONDS = 1.0  # between two heartbeats while waiting
-
-Arrived = Callable[[list[Rollout]], None]
 
 
 class PrefetchedGroups:
     """This process's groups of one later step, complete or still being sampled."""
 
-    def __init__(self, sample: Callable[[Arrived], list[Group]]) -> None:
-        """Starts a thread that calls `sample`, which hands each group's rollouts over."""
-        self._arrived: queue.Queue[list[Rollout] | None] = queue.Queue()
+    def __init__(self, sampled: AbstractContextManager[Iterator[Group]]) -> None:
+        """Starts a thread that takes the groups as they are sampled."""
+        self._arrived: queue.Queue[Group | None] = queue.Queue()
         self._groups: list[Group] = []
         self._error: BaseException | None = None
         self.seconds = 0.0  # time of sampling, once it is complete
-        self._thread = threading.Thread(target=self._run, args=(sample,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(sampled,), daemon=True)
         self._thread.start()
 
-    def _run(self, sample: Callable[[Arrived], list[Group]]) -> None:
+    def _run(self, sampled: AbstractContextManager[Iterator[Group]]) -> None:
         begin = time.monotonic()
         try:
-            self._groups = sample(self._arrived.put)
+            with sampled as groups:
+                for group in groups:
+                    self._groups.append(group)
+                    self._arrived.put(group)
         except BaseException as error:
             self._error = error
         self.seconds = time.monotonic() - begin
@@ -56,32 +58,23 @@ class PrefetchedGroups:
         self._wait()
         if self._error is not None:
             raise self._error
-        return self._groups
+        return sorted(self._groups, key=lambda group: group.prompt_index)
 
-    def take(self, arrived: Arrived) -> list[Group]:
-        """Returns the groups; passes each one's rollouts to `arrived` early. Can be called once."""
+    def take(self) -> Iterator[Group]:
+        """Yields the groups as they arrive; raises the error if sampling failed. Used once."""
         while True:
             heartbeat.beat()
             try:
-                rollouts = self._arrived.get(timeout=POLL_SECONDS)
+                group = self._arrived.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 continue
-            if rollouts is None:
-                return self.groups()
-            arrived(rollouts)
+            if group is None:
+                break
+            yield group
+        if self._error is not None:
+            raise self._error
 
     def _wait(self) -> None:
         while self._thread.is_alive():
             self._thread.join(POLL_SECONDS)
             heartbeat.beat()
-
-
-def completed(groups: list[Group]) -> PrefetchedGroups:
-    """Wraps groups from a checkpoint as prefetched groups."""
-
-    def sample(arrived: Arrived) -> list[Group]:
-        for group in groups:
-            arrived(group.rollouts)
-        return groups
-
-    return PrefetchedGroups(sample)

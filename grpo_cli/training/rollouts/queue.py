@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,33 +21,24 @@ from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, Prompt
-from grpo_cli.training.rollouts.prefetch import Arrived, PrefetchedGroups
+from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
 
 
+@dataclass(eq=False)
 class RolloutQueue:
     """Takes prompts in the order of the run and samples their groups."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        stream: PromptStream,
-        workers: Workers,
-        generator: Generator,
-        tokenizer: PreTrainedTokenizerBase,
-        episodes: EpisodeLoop | TrlRollouts | None = None,
-    ) -> None:
-        """Starts an empty queue at the run's first prompt."""
-        self.episodes = episodes
-        self.recipe = recipe
-        self.stream = stream
-        self.workers = workers
-        self.generator = generator
-        self.tokenizer = tokenizer
-        self.position = 0  # prompts taken, over all processes
-        self.signal_share = 1.0  # share of the last groups with a signal (dynamic sampling)
-        self.leftover: list[Group] = []  # this process's scored groups, for the next step
-        self.prefetched: deque[PrefetchedGroups] = deque()  # groups of the next steps
-        self.lengths: dict[int, float] = {}  # mean tokens of each row's last completions
+    recipe: Recipe
+    stream: PromptStream
+    workers: Workers
+    generator: Generator
+    tokenizer: PreTrainedTokenizerBase
+    episodes: EpisodeLoop | TrlRollouts | None = None
+    position: int = 0  # prompts taken, over all processes
+    signal_share: float = 1.0  # share of the last groups with a signal (dynamic sampling)
+    leftover: list[Group] = field(default_factory=list)  # own scored groups, for the next step
+    prefetched: deque[PrefetchedGroups] = field(default_factory=deque)  # groups of the next steps
+    lengths: dict[int, float] = field(default_factory=dict)  # mean tokens of rows' last completions
 
     @property
     def epoch(self) -> float:
@@ -72,20 +65,18 @@ class RolloutQueue:
         own = split_balanced(works, self.workers.size)[self.workers.rank]
         return [(prompts[i][0], self.stream.prompt_at(prompts[i][0])) for i in own]
 
-    def sample(self, recipe: Recipe, number: int) -> Callable[[Arrived], list[Group]]:
-        """Takes the next `number` prompts; returns a function that samples this process's share.
+    def sample(self, recipe: Recipe, number: int) -> AbstractContextManager[Iterator[Group]]:
+        """Takes the next `number` prompts; returns the groups of this process's share.
 
         Args:
             recipe: the recipe at the step that trains on the completions.
         """
-        own = self.take_prompts(number)
         rollouter = Rollouter(self.generator, self.tokenizer, self.episodes)
-        return lambda arrived: rollouter.rollouts(
-            own,
+        return rollouter.groups(
+            self.take_prompts(number),
             recipe.generation.num_generations,
             Sampling.of(recipe.generation),
             recipe.seed,
-            arrived,
         )
 
     def prefetch(self, step: int) -> None:

@@ -85,11 +85,10 @@ def test_the_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> N
 
 
 def completions_of(model: PreTrainedModel) -> list[Completion]:
-    found: dict[int, list[Completion]] = {}
     prompts = [Prompt.from_ids([5, 6, 7]), Prompt.from_ids([8, 9])]
     request = Request(prompts, 3, Sampling(max_tokens=12), [0, 1])
-    Engine(model, 6).decode([DecodingState(request, [4], None, found.__setitem__)])
-    return [completion for group in found.values() for completion in group]
+    finished = Engine(model, 6).decode([DecodingState(request, [4], None)])
+    return [c for some in finished for done in some for c in done.completions]
 
 
 def test_the_engine_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import Generator, OnGroup, ignore
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded import decode_batch
 from grpo_cli.generation.embedded.engine import Step
 from grpo_cli.generation.embedded.generator import TransformersGenerator
@@ -242,13 +242,14 @@ def test_out_of_memory_halves_the_rows_and_changes_nothing(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
     model.register_forward_pre_hook(allocate, with_kwargs=True)
-    came: list[int] = []
     generator = TransformersGenerator(model, MANY_EOS, 100)
-    found = generator.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS, lambda n, _: came.append(n))
+    with generator.session() as session:
+        session.submit(Request(as_prompts(PROMPTS), 2, SAMPLING, SEEDS))
+        found = [(done.number, done.completions) for done in session.drain()]
     assert "note: out of memory: 5 completions at a time" in capsys.readouterr().out
     assert generator.max_rows == 5
-    assert sorted(came) == [0, 1, 2, 3, 4], "each group is handed over once"
-    for i, group in enumerate(found):
+    assert sorted(number for number, _ in found) == [0, 1, 2, 3, 4], "each group once"
+    for i, group in found:
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=True))
     model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
     with pytest.raises(TrainingError, match=r"out of memory while 2 completions .*none left"):
@@ -343,38 +344,26 @@ class Echo(Generator):
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        on_group: OnGroup = ignore,
-    ) -> list[list[Completion]]:
-        self.seeds += seeds
-        groups = [
-            [Completion([*p.ids, 10 + j, 2], [-1.0] * (len(p.ids) + 2), "stop") for j in range(2)]
-            for p in prompts
-        ]
-        for number in reversed(range(len(groups))):  # in any order
-            on_group(number, groups[number])
-        return groups
+    def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
+        self.seeds += request.seeds
+        for number, p in reversed([*enumerate(request.prompts)]):  # in any order
+            logprobs = [-1.0] * (len(p.ids) + 2)
+            yield number, [Completion([*p.ids, 10 + j, 2], logprobs, "stop") for j in range(2)]
 
 
 def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [Prompt(row, tokenizer(text)["input_ids"], text, {}) for row, text in enumerate("ab")]
     generator = Echo()
-    arrived: list[list[Rollout]] = []
-    groups = Rollouter(generator, tokenizer).rollouts(
-        [(7, prompts[0]), (3, prompts[1])], 2, SAMPLING, 5, arrived.append
-    )
-    assert arrived == [groups[1].rollouts, groups[0].rollouts], "as they come"
+    with Rollouter(generator, tokenizer).groups(
+        [(7, prompts[0]), (3, prompts[1])], 2, SAMPLING, 5
+    ) as sampled:
+        groups = list(sampled)
     assert [(g.prompt_index, g.prompt.row, len(g.rollouts)) for g in groups] == [
-        (7, 0, 2),
         (3, 1, 2),
-    ]
+        (7, 0, 2),
+    ], "as they end"
     assert generator.seeds == [derive_seed(5, 7), derive_seed(5, 3)]
-    rollouts = groups[1].rollouts
+    rollouts = groups[0].rollouts
     assert [r.prompt for r in rollouts] == [prompts[1]] * 2
     # The eos is one of the ids and no part of the text.
     assert rollouts[1].completion.ids == [*prompts[1].ids, 11, 2]
@@ -383,8 +372,8 @@ def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerF
 
 def test_a_group_is_handed_over_while_others_are_still_being_made(model: PreTrainedModel) -> None:
     sampling = Sampling(max_tokens=30)
-    came: list[tuple[int, list[Completion]]] = []
     steps: list[int] = []  # forward passes done when a group came
+    longest: list[int] = []
     passes = 0
 
     def count(*_: Any) -> None:
@@ -392,16 +381,13 @@ def test_a_group_is_handed_over_while_others_are_still_being_made(model: PreTrai
         passes += 1
 
     model.register_forward_hook(count)
-
-    def take(number: int, completions: list[Completion]) -> None:
-        came.append((number, completions))
-        steps.append(passes)
-
     generator = TransformersGenerator(model, MANY_EOS, 100)
-    groups = generator.generate(as_prompts(PROMPTS), 2, sampling, SEEDS, take)
-    assert sorted(number for number, _ in came) == list(range(len(PROMPTS)))
-    assert all(groups[number] is completions for number, completions in came)
-    longest = [max(len(c.ids) for c in groups[number]) for number, _ in came]
+    with generator.session() as session:
+        session.submit(Request(as_prompts(PROMPTS), 2, sampling, SEEDS))
+        for done in session.drain():
+            longest.append(max(len(c.ids) for c in done.completions))
+            steps.append(passes)
+    assert len(steps) == len(PROMPTS)
     before = steps[0] - longest[0]  # passes of the engine's check
     assert [n - before for n in steps] == longest == sorted(longest)
     assert len(set(steps)) > 1, "nothing came early"

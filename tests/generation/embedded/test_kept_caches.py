@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli.generation.base import Generator
 from grpo_cli.generation.embedded import engine, prefill
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.generator import TransformersGenerator
@@ -20,6 +19,7 @@ from tests.conversations import Conversations
 PROMPTS = [[40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73], [80, 81, 80, 81]]
 MANY_EOS = list(range(200, 259))  # completions end after a few tokens
 SAMPLING = Sampling(max_tokens=12)
+LONGEST = max(map(len, PROMPTS)) + SAMPLING.max_tokens
 
 
 def sampler(model: PreTrainedModel, max_rows: int = 100) -> TransformersGenerator:
@@ -64,7 +64,11 @@ def test_what_is_kept_is_not_computed_again(
 ) -> None:
     sampler(model).generate([], 1, SAMPLING, [])
     plain, kept = conversations(), conversations()
-    Generator.converse(generator := sampler(model), plain.first, plain.begun, plain)
+    keeps_none = sampler(model)
+    keeps_none.cache_tokens = LONGEST
+    plain.run(keeps_none)
+    generator = sampler(model)
+    generator.choose_decoder(generator.checked_on or plain.first.prompts)
     counts = computed(monkeypatch)
     kept.run(generator)
     assert same(plain, kept)
@@ -107,8 +111,7 @@ def test_conversations_that_have_no_room_are_computed_again(
 
     monkeypatch.setattr(engine.Engine, "_step", counting)
     generator = sampler(model, 3)
-    longest = max(map(len, PROMPTS)) + SAMPLING.max_tokens
-    generator.cache_tokens = most * longest
+    generator.cache_tokens = most * LONGEST
     kept.run(generator)
     assert same(plain, kept)
     steps = [(held, rows) for held, rows in steps if held]

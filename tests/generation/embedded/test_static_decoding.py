@@ -43,15 +43,14 @@ def sample(
     eos: int = 4,
 ) -> list[Completion]:
     """Samples three completions of each of PROMPTS."""
-    found: dict[int, list[Completion]] = {}
-    request = Request(PROMPTS, 3, sampling, [*range(len(PROMPTS))])
-    state = DecodingState(request, [eos], None, found.__setitem__)
     fallback = None if graphs is None else FallbackGraphs(graphs, pytest.fail)
-    Engine(model, rows, graphs=fallback).decode([state])
-    return flat(found)
+    return decoded(Engine(model, rows, graphs=fallback), sampling, eos)
 
 
-def flat(found: dict[int, list[Completion]]) -> list[Completion]:
+def decoded(engine: Engine, sampling: Sampling = LONG, eos: int = 4) -> list[Completion]:
+    request = Request(PROMPTS, 3, sampling, [*range(len(PROMPTS))])
+    finished = engine.decode([DecodingState(request, [eos], None)])
+    found = {done.number: done.completions for some in finished for done in some}
     return [completion for n in range(len(PROMPTS)) for completion in found[n]]
 
 
@@ -155,12 +154,8 @@ def test_a_capture_that_fails_is_said_once_and_the_rows_go_on() -> None:
     model, notes = model_of(CONFIGS["llama"]), list[str]()
     failing: Any = Failing()
     graphs = FallbackGraphs(failing, notes.append)
-    found: dict[int, list[Completion]] = {}
-    request = Request(PROMPTS, 3, LONG, [*range(len(PROMPTS))])
     for _ in range(2):
-        state = DecodingState(request, [4], None, found.__setitem__)
-        Engine(model, 15, graphs=graphs).decode([state])
-        assert_same(flat(found), sample(model, None))
+        assert_same(decoded(Engine(model, 15, graphs=graphs)), sample(model, None))
     assert notes == [
         "note: decoding step by step, without CUDA graphs (CUDA error: operation not permitted)"
     ]

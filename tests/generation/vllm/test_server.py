@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli.config.schema import Adapter, Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.base import Request
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import base, client, server
@@ -89,17 +91,13 @@ def generated(
     generator: ServerGenerator, number: int = len(PROMPTS), handed: list[int] | None = None
 ) -> list[list[Completion]]:
     """Three completions a prompt; `handed` gets the numbers of groups as they come."""
-    taken: dict[int, list[Completion]] = {}
-
-    def take(number: int, group: list[Completion]) -> None:
-        assert number not in taken, "once"
-        taken[number] = group
-
-    found = generator.generate(as_prompts(PROMPTS[:number]), 3, SAMPLING, SEEDS[:number], take)
-    assert [taken[n] for n in range(number)] == found
+    with generator.session() as session:
+        session.submit(Request(as_prompts(PROMPTS[:number]), 3, SAMPLING, SEEDS[:number]))
+        found = [(done.number, done.completions) for done in session.drain()]
+    assert len(found) == number, "each once"
     if handed is not None:
-        handed.extend(taken)
-    return found
+        handed.extend(number for number, _ in found)
+    return [completions for _, completions in sorted(found, key=itemgetter(0))]
 
 
 def move(policy: PreTrainedModel) -> None:

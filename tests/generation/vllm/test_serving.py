@@ -20,9 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.base import Request
 from grpo_cli.generation.vllm import server_key, weight_transfer
 from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.generation.vllm.weight_transfer import Link
+from grpo_cli.records import Completion
 from tests.conftest import as_prompts
 from tests.vllm_engines import (
     PROMPTS,
@@ -263,17 +265,15 @@ def test_a_server_that_dies_leaves_its_prompts_to_the_other(
     generator.update_weights(policy, 0)
     prompts, seeds = PROMPTS * 8, list(range(96))
     whole = generator.generate(as_prompts(prompts), 4, SAMPLING, seeds)
-    killed = False
     servers.tied_too.halt()  # so that it has answered nothing when it dies
-
-    def kill_once(number: int, group: Any) -> None:
-        nonlocal killed
-        if not killed:
-            killed = True
-            servers.tied_too.kill()
-
-    groups = generator.generate(as_prompts(prompts), 4, SAMPLING, seeds, kill_once)
-    assert [[c.ids for c in g] for g in groups] == [[c.ids for c in g] for g in whole]
+    groups: dict[int, list[Completion]] = {}
+    with generator.session() as session:
+        session.submit(Request(as_prompts(prompts), 4, SAMPLING, seeds))
+        for done in session.drain():
+            if not groups:
+                servers.tied_too.kill()
+            groups[done.number] = done.completions
+    assert [[c.ids for c in groups[n]] for n in range(96)] == [[c.ids for c in g] for g in whole]
     (note,) = [s for s in said if servers.tied_too.url in s]
     assert re.search(r"failed: (the connection broke|nothing listens|answered 500)", note)
     move(policy, 1)

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -54,24 +55,21 @@ def test_groups_are_handed_over_once_while_others_are_still_being_sampled() -> N
     first, second = groups_at(3, 4)
     taken, go_on = threading.Event(), threading.Event()
 
-    def sample(arrived: prefetch.Arrived) -> list[Group]:
-        arrived(first.rollouts)
+    def sample() -> Iterator[Group]:
+        yield first
         assert taken.wait(30), "nobody waits for the second"
-        arrived(second.rollouts)
+        yield second
         assert go_on.wait(30)
-        return [first, second]
 
-    batch = PrefetchedGroups(sample)
-    seen: list[list[Rollout]] = []
-
-    def take(rollouts: list[Rollout]) -> None:
-        seen.append(rollouts)
-        (taken if len(seen) == 1 else go_on).set()
-
+    batch = PrefetchedGroups(nullcontext(sample()))
     assert not batch.is_done
-    assert batch.take(take) == [first, second]
+    groups = batch.take()
+    assert next(groups) == first
+    taken.set()
+    assert next(groups) == second
+    go_on.set()
+    assert list(groups) == []
     assert batch.is_done
-    assert seen == [first.rollouts, second.rollouts]
     assert batch.groups() == [first, second], "still there, for a checkpoint"
     assert batch.seconds > 0
 
@@ -79,28 +77,26 @@ def test_groups_are_handed_over_once_while_others_are_still_being_sampled() -> N
 @pytest.mark.parametrize("look_first", [False, True])
 def test_groups_that_arrived_before_they_are_taken(look_first: bool) -> None:
     groups = groups_at(3, 4)
-    batch = prefetch.completed(groups)
+    batch = PrefetchedGroups(nullcontext(iter(groups)))
     if look_first:
         assert batch.groups() == groups
-    seen: list[list[Rollout]] = []
-    assert batch.take(seen.append) == groups
-    assert seen == [g.rollouts for g in groups]
+    assert list(batch.take()) == groups
 
 
 @pytest.mark.parametrize("error", [TrainingError("no server is left", alone=True), KeyError("x")])
 def test_what_sampling_raised_comes_out_where_the_batch_is_taken(error: Exception) -> None:
     (group,) = groups_at(3)
 
-    def sample(arrived: prefetch.Arrived) -> list[Group]:
-        arrived(group.rollouts)
+    def sample() -> Iterator[Group]:
+        yield group
         raise error
 
-    batch = PrefetchedGroups(sample)
-    seen: list[list[Rollout]] = []
+    batch = PrefetchedGroups(nullcontext(sample()))
+    groups = batch.take()
+    assert next(groups) == group
     with pytest.raises(type(error)) as caught:
-        batch.take(seen.append)
+        next(groups)
     assert caught.value is error
-    assert seen == [group.rollouts]
     with pytest.raises(type(error)):
         batch.groups()
 
@@ -117,21 +113,21 @@ def test_a_run_leaves_what_is_still_being_sampled(monkeypatch: pytest.MonkeyPatc
         beats += 1
         return beats > 5
 
-    def sample(arrived: prefetch.Arrived) -> list[Group]:
+    def sample() -> Iterator[Group]:
         assert go_on.wait(30)
         heartbeat.beat_of_main()  # says nothing: it is another thread's
-        return []
+        yield from ()
 
-    batch = PrefetchedGroups(sample)
+    batch = PrefetchedGroups(nullcontext(sample()))
     monkeypatch.setattr(heartbeat, "leave", leave)
-    for wait in (lambda: batch.take(lambda rollouts: None), batch.groups, batch.has_failed):
+    for wait in (lambda: list(batch.take()), batch.groups, batch.has_failed):
         beats = 0
         with pytest.raises(heartbeat.Interrupt):
             wait()
         assert beats == 6
     monkeypatch.setattr(heartbeat, "leave", None)
     go_on.set()
-    assert batch.take(lambda rollouts: None) == []
+    assert list(batch.take()) == []
 
 
 def aged(*sampled_at: int | None) -> list[Rollout]:
@@ -363,12 +359,15 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
     live = built(tmp_path, **changes)
     go_on = threading.Event()
 
-    def unfinished(arrived: prefetch.Arrived) -> list[Group]:
+    def unfinished() -> Iterator[Group]:
         go_on.wait(60)
-        return []
+        yield from ()
 
     begun = live.queue.sample(live.recipe, 6), live.queue.sample(live.recipe, 6)
-    live.queue.prefetched += [PrefetchedGroups(begun[0]), PrefetchedGroups(unfinished)]
+    live.queue.prefetched += [
+        PrefetchedGroups(begun[0]),
+        PrefetchedGroups(nullcontext(unfinished())),
+    ]
     first = live.queue.prefetched[0].groups()
     resume.save(live, wait=False)
     assert live.queue.position == 12, "as long as it goes on itself"
@@ -392,11 +391,12 @@ def test_a_batch_that_failed_is_no_reason_to_lose_a_checkpoint(
 ) -> None:
     live = built(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=2))
 
-    def fails(arrived: prefetch.Arrived) -> list[Group]:
+    def fails() -> Iterator[Group]:
         raise TrainingError("no server is left")
+        yield
 
     first, _ = live.queue.sample(live.recipe, 6), live.queue.take_prompts(6)
-    live.queue.prefetched += [PrefetchedGroups(first), PrefetchedGroups(fails)]
+    live.queue.prefetched += map(PrefetchedGroups, (first, nullcontext(fails())))
     save(live)
     live.close()
     saved = load_state(paths.checkpoint_path(live.folder, 0))
@@ -546,7 +546,7 @@ def test_as_many_steps_are_begun_as_there_are(
 
     def sample(recipe: Recipe, number: int) -> Any:
         asked.append(number)
-        return lambda arrived: []
+        return nullcontext(iter(()))
 
     generator = SimpleNamespace(prefetch_steps=prefetch_steps)
     queue = RolloutQueue(recipe, *[cast(Any, None)] * 2, cast(Any, generator), cast(Any, None))
@@ -557,11 +557,12 @@ def test_as_many_steps_are_begun_as_there_are(
 
 
 def test_a_batch_that_failed_stops_the_step_that_takes_it(halted: tuple[Path, FakeVllm]) -> None:
-    def sample(arrived: prefetch.Arrived) -> list[Group]:
+    def sample() -> Iterator[Group]:
         raise TrainingError("no server is left", alone=True)
+        yield
 
     live = going_on(halted)
-    live.queue.prefetched = deque([PrefetchedGroups(sample)])
+    live.queue.prefetched = deque([PrefetchedGroups(nullcontext(sample()))])
     with pytest.raises(TrainingError, match="no server is left") as error:
         collect(live, live.recipe, Clock(CPU))
     assert error.value.alone
