@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import gc
 import logging
 import os
 import shutil
@@ -22,6 +23,7 @@ os.environ["HF_DATASETS_CACHE"] = os.environ["GRPO_CACHE"] + "/datasets"  # read
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Build, Loss
@@ -31,6 +33,8 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 from tests.tiers import pytest_runtest_call  # noqa: F401
 
 torch.set_num_threads(1)
+# Hydra composes each configuration once more to read `hydra.mode`, which nothing here sets.
+Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
 atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
 NO_TIME = "not begun: --until is over"
@@ -49,6 +53,11 @@ HAS_BWRAP = shutil.which("bwrap") is not None or bool(os.environ.get("CI"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     said = "unix time after which no test is begun any more; those that are left are listed"
     parser.addoption("--until", type=float, help=said)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what is imported out of the garbage collector's sight: full collections are quick."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -28,15 +28,11 @@ class Conversations:
         turns: int,
         *,
         is_repeatable: bool = True,
-        delay: Callable[[int], float] = lambda conversation: 0.0,
+        held: int | None = None,
     ) -> None:
-        """delay: seconds that a conversation's replies take."""
-        self.is_repeatable, self.turns, self.delay, self.sampling = (
-            is_repeatable,
-            turns,
-            delay,
-            sampling,
-        )
+        """held: a conversation whose first reply comes once all the others are over."""
+        self.is_repeatable, self.turns, self.sampling = is_repeatable, turns, sampling
+        self.held, self.late = held, list[Callable[[], None]]()
         self.size, self.num_generations = len(prompts) * num_generations, num_generations
         self.seeds = [11 + n for n in range(len(prompts))]
         self.first = Request(
@@ -70,6 +66,9 @@ class Conversations:
         self.sampled[n] += [(start + i, lp) for i, lp in enumerate(c.sampling_logprobs)]
         self.ids[n] += c.ids
         self.left[n] -= 1
+        if not self._others_go_on():
+            while self.late:
+                self.late.pop()()
         if not self.left[n]:
             return
         stream = random.Random(derive_seed(n, self.left[n]))
@@ -83,8 +82,8 @@ class Conversations:
 
         with self.lock:
             self.waiting += 1
-        if self.delay(n):
-            threading.Timer(self.delay(n), answer).start()
+        if n == self.held and self._others_go_on():
+            self.late.append(answer)
         else:
             answer()
 

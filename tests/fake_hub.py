@@ -1,6 +1,6 @@
-"""A server on this machine that speaks the part of the hub's API that pushes and downloads use.
+"""A server on this machine that speaks the part of the hub's API that pushes use.
 
-It keeps repositories in memory, and can refuse or be slow.
+It keeps model repositories in memory, and can refuse or be slow.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from typing import Any
 TOKEN = "hf_of_the_tests"
 LARGE = 1000  # bytes from which a file is uploaded as an LFS object, besides *.safetensors
 
-COMMIT = "0" * 40  # of every branch
-
-Repo = tuple[str, str]  # ("models", "me/x")
+COMMIT = "0" * 40
 
 
 class FakeHub:
     """The repositories, and what the server is to do wrong."""
 
     def __init__(self) -> None:
-        self.private: dict[Repo, bool] = {}
-        self.files: dict[tuple[Repo, str], dict[str, bytes]] = {}  # of each branch
-        self.commits: list[tuple[Repo, str, str]] = []  # repository, branch, message
+        self.private: dict[str, bool] = {}  # by repository
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.commits: list[tuple[str, str]] = []  # repository, message
         self.objects: dict[str, bytes] = {}  # LFS, by sha256
         self.may_write = True
         self.is_broken: Callable[[str], bool] = lambda path: False  # answers with 500
@@ -58,10 +56,6 @@ class FakeHub:
             "HF_HUB_DISABLE_XET": "1",  # which has a server of its own
             "HF_TOKEN": TOKEN,
         }
-
-    def model(self, name: str) -> dict[str, bytes]:
-        """The files of a model repository."""
-        return self.files.get((("models", name), "main"), {})
 
     def handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         class Handler(BaseHTTPRequestHandler):
@@ -122,30 +116,24 @@ class FakeHub:
                     self.answer(200, {"warnings": [], "errors": []})
                 elif path.endswith(".git/info/lfs/objects/batch"):
                     self.batch(json.loads(data)["objects"])
-                elif match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(/.*)?", path):
-                    repo = match[1], match[2]
-                    if repo not in hub.private:
+                elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/?([^/]*).*", path):
+                    if match[1] not in hub.private:
                         self.answer(404, {"error": "no repo"}, X_Error_Code="RepoNotFound")
                     else:
-                        self.api(repo, (match[3] or "").strip("/").split("/"), data)
-                elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-                    self.resolve(match[1], match[3])
+                        self.api(match[1], match[2], data)
                 else:
                     self.answer(404)
 
             def create(self, asked: dict[str, Any]) -> None:
-                kind, name = asked.get("type", "model") + "s", asked["name"]
-                name = f"{asked.get('organization') or 'me'}/{name}"
-                prefix = "datasets/" if kind == "datasets" else ""
-                url = {"url": f"{hub.url}/{prefix}{name}"}
-                if (kind, name) in hub.private:
-                    self.answer(409, url)
+                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+                if name in hub.private:
+                    self.answer(409, {"url": f"{hub.url}/{name}"})
                 elif not hub.may_write:
                     self.forbidden()
                 else:
-                    hub.private[kind, name] = asked.get("visibility") == "private"
-                    hub.files[(kind, name), "main"] = {".gitattributes": b""}
-                    self.answer(200, url)
+                    hub.private[name] = asked.get("visibility") == "private"
+                    hub.files[name] = {".gitattributes": b""}
+                    self.answer(200, {"url": f"{hub.url}/{name}"})
 
             def forbidden(self) -> None:
                 said = "You don't have the rights to write there"
@@ -159,15 +147,10 @@ class FakeHub:
                     found.append(asked | ({} if known else {"actions": upload}))
                 self.answer(200, {"transfer": "basic", "objects": found})
 
-            def api(self, repo: Repo, words: list[str], data: bytes) -> None:
-                what, branch = words[0], words[1] if len(words) > 1 else "main"
-                branch = "main" if branch == COMMIT else branch
-                files = hub.files.get((repo, branch), {})
+            def api(self, repo: str, what: str, data: bytes) -> None:
+                files = hub.files[repo]
                 if what == "auth-check":
                     self.answer(200) if hub.may_write else self.forbidden()
-                elif what == "branch":
-                    hub.files.setdefault((repo, branch), dict(hub.files[repo, "main"]))
-                    self.answer(200)
                 elif what == "preupload":
                     modes = [
                         {
@@ -180,7 +163,7 @@ class FakeHub:
                     ]
                     self.answer(200, {"files": modes})
                 elif what == "commit" and hub.may_write:
-                    self.commit(repo, branch, [json.loads(x) for x in data.splitlines()])
+                    self.commit(repo, [json.loads(x) for x in data.splitlines()])
                 elif what == "commit":
                     self.forbidden()
                 elif what == "tree":
@@ -190,12 +173,12 @@ class FakeHub:
                     ]
                     self.answer(200, json.dumps(tree).encode())
                 else:  # information on the repository
-                    siblings = [{"rfilename": p} for p in hub.files[repo, "main"]]
-                    found = {"id": repo[1], "sha": COMMIT, "siblings": siblings}
+                    siblings = [{"rfilename": p} for p in files]
+                    found = {"id": repo, "sha": COMMIT, "siblings": siblings}
                     self.answer(200, found | {"private": hub.private[repo], "tags": []})
 
-            def commit(self, repo: Repo, branch: str, lines: list[dict[str, Any]]) -> None:
-                files = dict(hub.files[repo, branch])
+            def commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+                files = dict(hub.files[repo])
                 for line in lines:
                     value = line["value"]
                     if line["key"] == "file":
@@ -204,21 +187,16 @@ class FakeHub:
                         files[value["path"]] = hub.objects[value["oid"]]
                     elif line["key"] == "deletedFile":
                         del files[value["path"]]
-                hub.files[repo, branch] = files
-                hub.commits.append((repo, branch, lines[0]["value"]["summary"]))
-                url = f"{hub.url}/{repo[1]}/commit/{COMMIT}"
+                hub.files[repo] = files
+                hub.commits.append((repo, lines[0]["value"]["summary"]))
+                url = f"{hub.url}/{repo}/commit/{COMMIT}"
                 self.answer(200, {"commitOid": COMMIT, "commitUrl": url, "success": True})
-
-            def resolve(self, name: str, path: str) -> None:
-                data = hub.model(name)[path]
-                etag = hashlib.sha256(data).hexdigest()
-                self.answer(200, data, ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
 
         return Handler
 
 
 def is_large(file: dict[str, Any]) -> bool:
-    return file["size"] > LARGE or file["path"].endswith((".safetensors", ".parquet"))
+    return file["size"] > LARGE or file["path"].endswith(".safetensors")
 
 
 def git_hash(data: bytes | None) -> str | None:

@@ -148,7 +148,7 @@ class FakeVllm:
             return found
         if path == "/collective_rpc":
             return {"results": getattr(self, name)(*body["args"])}
-        route = ROUTES[path]
+        route = "generate" if path == GENERATE else path.rpartition("/")[2]
         return getattr(self, route)(**{k: v[0] for k, v in query.items()}, **body)
 
     def health(self) -> None: ...
@@ -202,9 +202,6 @@ class FakeVllm:
     def take_adapter(self, name: str, folder: str) -> None:
         tensors = load_file(Path(folder) / "adapter_model.safetensors")
         assert (Path(folder) / "adapter_config.json").is_file()
-        if self.deaf:
-            self.deaf -= 1
-            tensors = self.adapters.get(name, {})
         self.adapters[name] = {key: tensor.clone() for key, tensor in tensors.items()}
 
     def pause(self, mode: str) -> dict[str, str]:
@@ -328,25 +325,6 @@ class FakeVllm:
         """As workers, at the same time."""
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(do, over))
-
-
-ROUTES = {
-    f"/{name}": name
-    for name in (
-        "health",
-        "get_world_size",
-        "pause",
-        "resume",
-        "init_weight_transfer_engine",
-        "shutdown_weight_transfer_engine",
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "update_weight_version",
-        "reset_prefix_cache",
-    )
-} | {f"/v1/{name}": name for name in ("load_lora_adapter", "unload_lora_adapter")}
-ROUTES[GENERATE] = "generate"
 
 
 def handler_of(server: FakeVllm) -> type[BaseHTTPRequestHandler]:

@@ -1,4 +1,4 @@
-"""Cases of a model divided over processes, for test_sharding.py and test_gathering.py.
+"""Cases of a model divided over processes, for tests/distributed/test_fsdp.py.
 
 Each case is called on every process. As a program, all of them for one number of processes:
 
@@ -256,16 +256,6 @@ def untied_model_is_the_main_processs(workers: Workers) -> None:
 
 
 @case
-def ddp_gives_every_process_the_main_processs_weights(workers: Workers) -> None:
-    model = make_model(workers.rank)
-    alone = Workers("cpu", config=Distributed(strategy="ddp"))
-    assert not alone.runs_in_lockstep
-    alone.place(model)
-    for name, p in make_model(0).named_parameters():
-        assert torch.equal(model.get_parameter(name), p), name
-
-
-@case
 def parts_are_whole_within_and_there_alone(workers: Workers) -> None:
     plain = make_model()
     model = divided(plain)
@@ -322,20 +312,6 @@ def summed(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> dict[str, Ten
 
 
 @case
-def gradients_are_sums_in_float32(workers: Workers) -> None:
-    """Of micro-batches and of processes; each has its own number of tokens."""
-    rollouts = make_rollouts(4 * workers.size)
-    expected = summed(make_model(), rollouts)
-    for how in ({}, {"reshard": False}):
-        model = divided(make_model(), **how)
-        policy_logprobs = PolicyLogprobs(model, agree_on=workers.first)
-        own = rollouts[workers.rank :: workers.size]
-        for micro in (own[:1], own[1:]):
-            weighted(micro, policy_logprobs(micro, 1.0)[0]).backward()
-        assert_near(gradients(model), expected, 1e-5)
-
-
-@case
 def gradient_norm_is_of_all_and_bounds_all(workers: Workers) -> None:
     rollouts = make_rollouts()
     plain = make_model()
@@ -352,29 +328,6 @@ def gradient_norm_is_of_all_and_bounds_all(workers: Workers) -> None:
     assert_near(gradients(model), gradients(plain), 1e-4)
     after = sum(float(g.square().sum()) for g in gradients(model).values()) ** 0.5
     assert abs(after - 0.5) < 1e-3
-
-
-@case
-def checkpointing_computes_a_layer_again_and_the_same(workers: Workers) -> None:
-    rollouts = make_rollouts()
-    expected = summed(make_model(), rollouts)
-    for reshard in (True, False):
-        model = divided(make_model(), reshard=reshard)
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        calls: list[int] = []
-        for layer in model.base_model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *a, calls=calls: calls.append(1))
-        own = rollouts[workers.rank :: workers.size]
-        policy_logprobs = PolicyLogprobs(model)
-        logprobs = policy_logprobs(own, 1.0)[0]
-        once = len(calls)
-        weighted(own, logprobs).backward()
-        assert (once, len(calls)) == (2, 4), "each layer's activations twice"
-        assert_near(gradients(model), expected, 1e-5)
-        assert bytes_per_token(policy_logprobs, rollouts, 1.0) > 0
-        assert model.is_gradient_checkpointing
-        assert_only_shards(model)
 
 
 @case
@@ -474,32 +427,6 @@ def an_objection_of_one_process_is_everyones(workers: Workers) -> None:
 
 
 @case
-def everyone_makes_as_many_passes_as_the_one_with_most(workers: Workers) -> None:
-    plain = make_model()
-    every = make_rollouts(10)
-    last = workers.size - 1
-    shares = {rank: every[rank::last] for rank in range(last)} | {last: []}  # the last one idles
-    own = shares[workers.rank]
-    model = divided(plain)
-    bare = bare_run(workers, PolicyLogprobs(model, agree_on=workers.first), tokens=12)
-    found = logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, own, entropy=True)
-    assert len(found) == len(own), "no dummy"
-    with torch.no_grad():
-        for rollout, seen in zip(own, found, strict=True):
-            true, entropies = PolicyLogprobs(plain, packed=False)([rollout], 1.0, entropy=True)
-            assert entropies is not None
-            torch.testing.assert_close(seen.logprobs, true[0])
-            torch.testing.assert_close(seen.entropies, entropies[0])
-    numbers = workers.gather(
-        sum(1 for _ in bare.policy.micro_batches._split(own, bare.policy.logprobs, 12))
-    )
-    needed = [len(list(bare.policy.logprobs.micro_batches(shares[r], 12))) for r in shares]
-    assert numbers == [max(needed)] * workers.size
-    assert needed[last] == 0 < max(needed)
-    assert_only_shards(model)
-
-
-@case
 def all_give_up_what_one_processs_rollouts_are_too_long_for(workers: Workers) -> None:
     family = Family("mistral", settings={"sliding_window": 12})
     plain, model = make(family), divided(make(family))
@@ -549,28 +476,6 @@ def micro_batches_are_as_large_as_the_fullest_process_has_room_for(workers: Work
     assert_only_shards(model)
 
 
-@case
-def room_is_left_for_what_this_process_keeps(workers: Workers) -> None:
-    """And not for the gradients and moments of the whole model."""
-    plain = make_model()
-    model = divided(plain)
-    of_all = sum(p.numel() * p.element_size() for p in plain.parameters())
-    own = sum(cast(DTensor, p).to_local().nbytes for p in model.parameters())
-    assert own < of_all
-    free = memory.free_memory
-    try:
-        # So little that the whole model's would leave nothing at all.
-        memory.free_memory = lambda device: 3 * own + 2048 * 10
-        to_come = memory.bytes_to_come(torch.optim.AdamW(model.parameters()), CPU)
-        for state_to_come, room in ((to_come, 2048 * 10), (0.0, 3 * own + 2048 * 10)):
-            found = memory.tokens_that_fit(CPU, 10.0, state_to_come=state_to_come)
-            fitting = int(memory.SHARE * room / 10)
-            assert fitting > 2 * memory.SMALLEST
-            assert found == min(1 << fitting.bit_length() - 1, memory.LARGEST["cpu"])
-    finally:
-        memory.free_memory = free
-
-
 # Whole weights for an engine.
 
 
@@ -611,19 +516,6 @@ def a_skeleton_is_filled_and_emptied(workers: Workers) -> None:
             assert all(p.is_meta and not p.requires_grad for p in skeleton.parameters())
             assert {n: (p.shape, p.dtype) for n, p in skeleton.named_parameters()} == shapes
         assert_only_shards(model)
-
-
-@case
-def every_weight_passes_whole_on_every_process(workers: Workers) -> None:
-    for tied in (True, False):
-        plain = make_model(2, tied=tied)
-        model = divided(plain)
-        weights = Weights(model)
-        assert weights.infos() == Weights(plain).infos()
-        for (name, tensor), (other, expected) in zip(weights, Weights(plain), strict=True):
-            assert name == other
-            assert not isinstance(tensor, DTensor)
-            assert torch.equal(tensor, expected), name
 
 
 def with_adapter(plain: PreTrainedModel) -> PreTrainedModel:
@@ -867,26 +759,6 @@ def episodes_of_a_sharded_policy_are_those_of_a_whole_one(workers: Workers) -> N
         assert all(map(same, group, other))
         assert [c.is_sampled for c in group] == [c.is_sampled for c in other]
         assert all(len(c.turns) > 2 for c in group)
-
-
-@case
-def nothing_is_left_of_sampling_that_failed(workers: Workers) -> None:
-    model = divided(make_model())
-    generator = GatheringGenerator(model, torch.float32, MANY_EOS, 100)
-
-    def fail(number: int, completions: list[Completion]) -> None:
-        raise RuntimeError("the disk is full")
-
-    error = without(
-        lambda: generator.generate(
-            as_prompts(PROMPTS[:1]), 2, Sampling(max_tokens=4), SEEDS[:1], fail
-        )
-    )
-    assert str(error) == "the disk is full"
-    assert all(p.is_meta for p in generator.policy.parameters())
-    assert (
-        len(generator.generate(as_prompts(PROMPTS[:1]), 2, Sampling(max_tokens=4), SEEDS[:1])) == 1
-    )
 
 
 # Starting them.

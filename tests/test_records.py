@@ -70,15 +70,6 @@ def test_tokens_that_a_tool_wrote_do_not_train() -> None:
     assert collate([b], CPU).loss_mask.tolist() == [[0.0, 0.0]]
 
 
-def test_a_masked_rollout_has_a_reward_and_trains_on_nothing() -> None:
-    cut, whole = make_rollout([5], [7, 8], reward=1.0), make_rollout([5], [7, 8], reward=1.0)
-    cut.excluded, cut.weight, whole.weight = True, 0.5, 0.5
-    assert (cut.loss_tokens, whole.loss_tokens) == (0, 2)
-    batch = collate([cut, whole], CPU)
-    assert batch.loss_mask.tolist() == [[0.0, 0.0], [1.0, 1.0]]
-    assert batch.weights.tolist() == [[0.0, 0.0], [0.5, 0.5]]
-
-
 def test_masked_values_are_zero_whatever_they_were() -> None:
     batch = collate([make_rollout([5], [7, 8]), make_rollout([5], [7])], CPU)
     values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])

@@ -32,14 +32,10 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 SIZE = 32  # sides of a picture, in pixels
 HIDDEN, HEADS = 64, 2
 TEXT: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 1024,
+    "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": 1, "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for b in m['content'] %}"
@@ -75,6 +71,12 @@ def byte_tokenizer(
     )
 
 
+def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
+    """Returns the configuration of a language model with this vocabulary."""
+    eos = tokenizer.eos_token_id
+    return TEXT | {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": eos} | more
+
+
 def _mrope(interleaved: bool) -> dict[str, Any]:
     half = HIDDEN // HEADS // 2
     a = half * 3 // 8
@@ -84,73 +86,40 @@ def _mrope(interleaved: bool) -> dict[str, Any]:
 
 def _qwen(folder: Path, kind: str) -> PreTrainedModel:
     special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    names = ["vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"]
     tokenizer = byte_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", special)
-    start, end, image, video = tokenizer.convert_tokens_to_ids(special)
-    ids = {
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-        "image_token_id": image,
-        "video_token_id": video,
-        "tie_word_embeddings": True,
-    }
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(special), strict=True))
     vision: dict[str, Any] = {
-        "depth": 2,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
-    text = {
-        **TEXT,
-        "vocab_size": len(tokenizer),
-        "rope_parameters": _mrope(kind != "Qwen2_5_VL"),
-        "pad_token_id": 0,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    if kind == "Qwen2_5_VL":
-        vision |= {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": HIDDEN,
-        }
-    elif kind == "Qwen3_5":
-        vision |= {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "out_hidden_size": HIDDEN,
-            "num_position_embeddings": 256,
-        }
-        text |= {
-            "head_dim": HIDDEN // HEADS,
-            "rope_parameters": _mrope(interleaved=True)
-            | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        }
-    elif kind == "Qwen2VL":
+        "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "hidden_size": 32,
+    }  # fmt: skip
+    text = text_config(tokenizer, rope_parameters=_mrope(kind != "Qwen2_5_VL"))
+    if kind == "Qwen2VL":
         vision |= {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
         text["rope_parameters"] = _mrope(interleaved=False)
     else:
-        vision |= {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "out_hidden_size": HIDDEN,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [0],
-        }
+        vision |= {"intermediate_size": 64, "out_hidden_size": HIDDEN}
+    if kind == "Qwen2_5_VL":
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    elif kind == "Qwen3VL":
+        vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
         text["head_dim"] = HIDDEN // HEADS
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **ids)
+    elif kind == "Qwen3_5":
+        vision["num_position_embeddings"] = 256
+        partial = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+        text |= {
+            "head_dim": HIDDEN // HEADS, "rope_parameters": _mrope(interleaved=True) | partial,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+    )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    size = {"shortest_edge": 256, "longest_edge": 4096}
     processor = Qwen2VLImageProcessorPil(
-        patch_size=4,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 256, "longest_edge": 4096},
+        patch_size=4, merge_size=2, temporal_patch_size=2, size=size
     )
     processor.save_pretrained(folder)
     _save_without_videos(folder, tokenizer, "Qwen3VL" if kind == "Qwen3_5" else kind)
@@ -160,56 +129,34 @@ def _qwen(folder: Path, kind: str) -> PreTrainedModel:
 def _gemma4(folder: Path, *, large: bool = False) -> PreTrainedModel:
     """Large: like the larger checkpoints, which read images in both directions."""
     named = {
-        "image_token": "<|image|>",
-        "boi_token": "<|image>",
-        "eoi_token": "<image|>",
-        "audio_token": "<|audio|>",
-        "boa_token": "<|audio>",
-        "eoa_token": "<audio|>",
-    }
+        "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
+        "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>",
+    }  # fmt: skip
     tokenizer = byte_tokenizer("<|image|>", [*named.values(), "<|video|>"], **named)
-    text = {
-        **TEXT,
-        "vocab_size": len(tokenizer),
-        "vocab_size_per_layer_input": len(tokenizer),
-        "hidden_size_per_layer_input": 0 if large else 8,
-        "head_dim": HIDDEN // HEADS,
-        "global_head_dim": 2 * HIDDEN // HEADS,
-        "num_hidden_layers": 2 if large else 4,
-        "num_kv_shared_layers": 0 if large else 2,
-        "attention_k_eq_v": large,
-        "layer_types": ["sliding_attention", "full_attention"] * (1 if large else 2),
-        "sliding_window": 512,
-        "pad_token_id": 0,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "use_bidirectional_attention": "vision" if large else None,
-    }
+    text = text_config(
+        tokenizer,
+        vocab_size_per_layer_input=len(tokenizer),
+        hidden_size_per_layer_input=0 if large else 8,
+        head_dim=HIDDEN // HEADS,
+        global_head_dim=2 * HIDDEN // HEADS,
+        num_hidden_layers=2 if large else 4,
+        num_kv_shared_layers=0 if large else 2,
+        attention_k_eq_v=large,
+        layer_types=["sliding_attention", "full_attention"] * (1 if large else 2),
+        sliding_window=512,
+        bos_token_id=None,
+        use_bidirectional_attention="vision" if large else None,
+    )
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 256,
-    }
-    ids = {
-        "image_token_id": "<|image|>",
-        "boi_token_id": "<|image>",
-        "eoi_token_id": "<image|>",
-        "video_token_id": "<|video|>",
-        "audio_token_id": "<|audio|>",
-        "boa_token_id": "<|audio>",
-        "eoa_token_index": "<audio|>",
-    }
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
+        "pooling_kernel_size": 2, "position_embedding_size": 256,
+    }  # fmt: skip
+    tokens = named | {"video_token": "<|video|>"}
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    ids["eoa_token_index"] = ids.pop("eoa_token_id")
     config = transformers.Gemma4Config(
-        text_config=text,
-        vision_config=vision,
-        audio_config=None,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+        text_config=text, vision_config=vision, audio_config=None, **ids
     )
     model = transformers.Gemma4ForConditionalGeneration(config)
     processor = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
@@ -225,13 +172,7 @@ def _gemma3(folder: Path) -> PreTrainedModel:
         "eoi_token": "<end_of_image>",
     }
     tokenizer = byte_tokenizer("<start_of_image>", [*named.values()], **named)
-    text = {
-        **TEXT,
-        "vocab_size": len(tokenizer),
-        "head_dim": HIDDEN // HEADS,
-        "sliding_window": 512,
-        "pad_token_id": 0,
-    }
+    text = text_config(tokenizer, head_dim=HIDDEN // HEADS, sliding_window=512)
     config = transformers.Gemma3Config(
         text_config=text,
         vision_config=_siglip(8),
@@ -251,13 +192,9 @@ def _gemma3(folder: Path) -> PreTrainedModel:
 
 def _siglip(patch: int) -> dict[str, Any]:
     return {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIZE,
-        "patch_size": patch,
-    }
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": SIZE, "patch_size": patch,
+    }  # fmt: skip
 
 
 def _idefics3(folder: Path, kind: str = "Idefics3", *, tiles: bool = False) -> PreTrainedModel:
@@ -265,15 +202,8 @@ def _idefics3(folder: Path, kind: str = "Idefics3", *, tiles: bool = False) -> P
     if tiles:
         special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     tokenizer = byte_tokenizer("<image>", special)
-    text = {
-        **TEXT,
-        "model_type": "llama",
-        "vocab_size": len(tokenizer),
-        "pad_token_id": 0,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
     config = getattr(transformers, f"{kind}Config")(
-        text_config=text,
+        text_config=text_config(tokenizer, model_type="llama"),
         vision_config=_siglip(8),
         scale_factor=2,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -306,12 +236,8 @@ def _internvl(folder: Path) -> PreTrainedModel:
     tokenizer = byte_tokenizer("<IMG_CONTEXT>\n", [*named.values()], **named)
     config = transformers.InternVLConfig(
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokenizer)},
-        vision_config={
-            **_siglip(8),
-            "image_size": (SIZE, SIZE),
-            "patch_size": (8, 8),
-            "layer_scale_init_value": 1.0,
-        },
+        vision_config=_siglip(8)
+        | {"image_size": (SIZE, SIZE), "patch_size": (8, 8), "layer_scale_init_value": 1.0},
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=True,
@@ -329,13 +255,9 @@ def _mistral3(folder: Path) -> PreTrainedModel:
     special = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
     tokenizer = byte_tokenizer("[IMG]", special)
     config = transformers.Mistral3Config(
-        text_config={
-            **TEXT,
-            "model_type": "mistral",
-            "vocab_size": len(tokenizer),
-            "head_dim": HIDDEN // HEADS,
-            "sliding_window": None,
-        },
+        text_config=TEXT
+        | {"model_type": "mistral", "vocab_size": len(tokenizer), "head_dim": HIDDEN // HEADS}
+        | {"sliding_window": None},
         vision_config={**_siglip(8), "model_type": "pixtral", "image_size": 2 * SIZE},
         spatial_merge_size=2,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),

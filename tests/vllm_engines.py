@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import string
 import subprocess
@@ -171,15 +170,11 @@ class Serving:
     process: subprocess.Popen[bytes]
     output: Path
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
+    def kill(self) -> None:
         """As a machine that goes down: everything at once."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
-
-    def halt(self) -> None:
-        """As a machine that hangs: it takes connections and answers none."""
-        self.kill(signal.SIGSTOP)
+                child.kill()
 
     def end(self) -> None:
         self.process.terminate()

@@ -13,17 +13,14 @@ from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import memory
-from tests.generation.embedded.test_generator_sharded import OF_GATHERING
 from tests.models.families import FAMILIES, Family
 from tests.models.test_architectures import make
 from tests.sharded import CASES, outcome
 
-NAMES = [name for name in CASES if name not in OF_GATHERING]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.xdist_group("sharded")  # they are started once for both files
+@pytest.mark.xdist_group("sharded")  # the processes are started once
 @pytest.mark.slow
 def test_processes(processes: int, name: str) -> None:
     done, output = outcome(processes)

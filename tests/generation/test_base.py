@@ -34,23 +34,13 @@ class Notes(Generator):
             yield number, [Completion([2], [0.0], "stop")] * request.num_generations
 
 
-def test_only_sample_has_to_be_written(model: PreTrainedModel) -> None:
-    generator = Notes()
-    assert generator.update_weights(model, 1) == {}
-    generator.offload()
-    assert generator.checks() == {}
-    generator.restore_checks({"decoder": "plain"})
-    assert (generator.prefetch_steps, generator.cache_tokens) == (0, None)
-    generator.close()
-
-
 class IdsOnly(TransformersGenerator):
     """An engine that reads token ids and no images."""
 
     accepts_images = False
 
 
-def test_an_engine_that_reads_ids_only_refuses_images(model: PreTrainedModel) -> None:
+def test_engine_without_images_refuses_them(model: PreTrainedModel) -> None:
     engine = IdsOnly(model, [])
     with pytest.raises(TrainingError, match=r"row 7 has images; IdsOnly takes") as e:
         engine.generate([Prompt.from_ids([5]), PROMPT], 1, Sampling(2), [0, 1])
@@ -58,7 +48,7 @@ def test_an_engine_that_reads_ids_only_refuses_images(model: PreTrainedModel) ->
     assert engine.generate([replace(PROMPT, images=())], 1, Sampling(2), [0])
 
 
-def test_images_reach_the_engine_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_images_reach_the_engine(tokenizer: PreTrainedTokenizerFast) -> None:
     inner = Notes()
     inner.generate([PROMPT], 1, Sampling(4), [0])
     loop = program_loop(tokenizer, Tools())

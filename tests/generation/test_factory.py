@@ -51,24 +51,27 @@ def _my_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_engine_of_the_table_is_there(name: str) -> None:
+def test_every_engine_exists(name: str) -> None:
     assert issubclass(engine_class(name), Generator)
 
 
 @pytest.mark.usefixtures("_my_engine")
-def test_an_engine_of_ones_own_trains(tmp_path: Path) -> None:
+def test_custom_engine_trains(tmp_path: Path) -> None:
     run = trained(
         tmp_path,
         generation__engine="my_engine:Counts",
         generation__max_logp_difference=None,
         steps=1,
+        dataset__eval=None,
+        checkpoint__every=0,
+        model__build__warmup_steps=0,
     )
     assert metrics(run)[0]["completions/mean_length"] == 4
     assert run.generator.prefetch_steps == 0
 
 
 @pytest.mark.usefixtures("_my_engine")
-def test_an_engine_of_ones_own_checks_its_settings() -> None:
+def test_custom_engine_checks_its_settings() -> None:
     check_settings(named("my_engine:Counts"))
     with pytest.raises(UserError, match=r"^generation\.top_k: Counts does not sample"):
         check_settings(named("my_engine:Counts", top_k=2))
@@ -84,7 +87,7 @@ def test_an_engine_of_ones_own_checks_its_settings() -> None:
     ],
 )
 @pytest.mark.usefixtures("_my_engine")
-def test_an_engine_that_is_not_there(name: str, sentence: str) -> None:
+def test_unknown_engine(name: str, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^generation\.engine = {name}: |{sentence}") as error:
         engine_class(name)
     assert error.match(sentence)

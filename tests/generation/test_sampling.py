@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -45,18 +44,12 @@ def how(**settings: float) -> Sampling:
         ({"top_k": 1}, [0, 1, 0, 0]),
         ({"top_k": 2}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_k": 3}, [0.125, 0.5, 0.125, 0.25]),  # two are the third: both stay
-        ({"top_k": 4}, [0.125, 0.5, 0.125, 0.25]),
         ({"top_k": 9}, [0.125, 0.5, 0.125, 0.25]),
-        ({"top_p": 0.01}, [0, 1, 0, 0]),
         ({"top_p": 0.45}, [0, 1, 0, 0]),
         ({"top_p": 0.55}, [0, 2 / 3, 0, 1 / 3]),
-        ({"top_p": 0.7}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.8}, [0.125, 0.5, 0.125, 0.25]),  # likewise
-        ({"top_p": 0.9}, [0.125, 0.5, 0.125, 0.25]),
-        ({"min_p": 0.2}, [0.125, 0.5, 0.125, 0.25]),
         ({"min_p": 0.3}, [0, 2 / 3, 0, 1 / 3]),
         ({"min_p": 0.6}, [0, 1, 0, 0]),
-        ({"min_p": 1.0}, [0, 1, 0, 0]),
         # temperature first: the likeliest has 16/22 > 0.7
         ({"temperature": 0.5, "top_p": 0.7}, [0, 1, 0, 0]),
         # top-k before top-p, and renormalised: the likeliest has 2/3 > 0.6
@@ -72,32 +65,17 @@ def test_log_distribution_by_hand(settings: dict[str, float], expected: list[flo
     assert out.eq(-torch.inf).tolist() == [[e == 0 for e in expected]]
 
 
-WARPERS: list[tuple[dict[str, float], list[LogitsProcessor]]] = [
-    ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
-    ({"top_k": 7}, [TopKLogitsWarper(7)]),
-    ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
-    ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
-    (
-        {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-        [
-            TemperatureLogitsWarper(1.4),
-            TopKLogitsWarper(20),
-            TopPLogitsWarper(0.9),
-            MinPLogitsWarper(0.05),
-        ],
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "warpers"), WARPERS, ids=lambda v: str(v)[:40])
-def test_log_distribution_is_that_of_transformers(
-    settings: dict[str, float], warpers: list[LogitsProcessor]
-) -> None:
+def test_log_distribution_matches_transformers() -> None:
     logits = 3 * torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
     scores = logits
-    for warper in warpers:
+    for warper in (
+        TemperatureLogitsWarper(1.4),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.9),
+        MinPLogitsWarper(0.05),
+    ):
         scores = warper(torch.zeros(64, 1, dtype=torch.long), scores)
-    ours = log_distribution(logits, how(**settings))
+    ours = log_distribution(logits, how(temperature=1.4, top_k=20, top_p=0.9, min_p=0.05))
     assert torch.equal(ours.isinf(), scores.isinf())
     torch.testing.assert_close(ours, scores.log_softmax(-1))
 
@@ -121,14 +99,6 @@ def test_a_large_vocabulary_has_the_same_nucleus() -> None:
     assert {n > 64 for n in kept} == {n > 1024 for n in kept} == {n > 16384 for n in kept}
     assert any(64 < n <= 1024 for n in kept)
     assert any(1024 < n <= 16384 for n in kept)
-
-
-@pytest.mark.parametrize("settings", [{"top_p": 0.5}, {"top_k": 7}], ids=str)
-def test_equals_stay_or_go_together(settings: dict[str, Any]) -> None:
-    logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    ours = log_distribution(logits, how(**settings))
-    least = logits.masked_fill(ours.isinf(), torch.inf).amin(-1, keepdim=True)
-    assert torch.equal(ours.isfinite(), logits >= least)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +154,7 @@ def test_forbidden_tokens_by_hand(settings: dict[str, float]) -> None:
     assert torch.equal(out.isinf(), expected == 0)
 
 
-def test_what_is_kept_is_counted_without_the_forbidden() -> None:
+def test_filters_ignore_forbidden_tokens() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     out = log_distribution(logits, how(top_k=1), forbidden=torch.tensor([[0]]))
     assert out.exp().tolist() == [[0, 1, 0, 0]]
@@ -195,11 +165,8 @@ def test_what_is_kept_is_counted_without_the_forbidden() -> None:
     assert out.exp().tolist() == [[0, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
-@pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_penalty_and_least_length_are_those_of_transformers(
-    penalty: float, temperature: float
-) -> None:
+@pytest.mark.parametrize(("penalty", "temperature"), [(1.3, 0.7), (0.8, 0.0)])
+def test_penalty_and_min_tokens_match_transformers(penalty: float, temperature: float) -> None:
     random = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(16, 50, generator=random)
     ids = torch.randint(50, (16, 9), generator=random)
@@ -221,9 +188,7 @@ def test_penalty_and_least_length_are_those_of_transformers(
 EVERYTHING: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0, "repetition_penalty": 1.2},
-    {"temperature": 0.8, "top_k": 20},
     {"top_p": 0.9},
-    {"min_p": 0.02},
     {"temperature": 1.3, "top_k": 90, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
 ]
 
@@ -243,7 +208,7 @@ def inputs(rows: int, size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("size", [100, 3000, 40_000])
 @pytest.mark.parametrize("settings", EVERYTHING, ids=str)
-def test_a_row_alone_is_the_same_to_the_last_bit(settings: dict[str, Any], size: int) -> None:
+def test_rows_are_bitwise_independent(settings: dict[str, Any], size: int) -> None:
     given = inputs(7, size)
     tokens, logprobs = choose(sampling=how(**settings), **given)
     for i in range(7):
@@ -257,9 +222,9 @@ def test_a_row_alone_is_the_same_to_the_last_bit(settings: dict[str, Any], size:
         assert torch.equal(log_distribution(sampling=how(**settings), **alone)[0], whole[i])
 
 
-@pytest.mark.parametrize("cached", [1, 300, 10**9])
+@pytest.mark.parametrize("cached", [300, 10**9])
 @pytest.mark.parametrize("settings", EVERYTHING, ids=str)
-def test_choosing_is_the_distribution_and_a_draw(
+def test_choose_draws_from_the_distribution(
     settings: dict[str, Any], cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "CACHED", cached)
@@ -276,7 +241,7 @@ def test_choosing_is_the_distribution_and_a_draw(
     assert len(set(tokens.tolist())) > 10
 
 
-def test_greedy_tells_apart_what_rounding_of_the_logprobs_makes_equal() -> None:
+def test_greedy_compares_logits() -> None:
     logits = torch.zeros(1, 100_000)
     logits[0, 7] = 2**-22
     assert log_distribution(logits, how(temperature=0.0)).argmax() != 7
@@ -299,7 +264,7 @@ def test_draw_by_hand() -> None:
     assert drawn(log_p, uniforms).tolist() == [0, 0, 0, 2, 2, 3, 3]
 
 
-def test_a_uniform_number_at_an_edge_belongs_to_the_token_that_begins_there() -> None:
+def test_draw_at_an_edge() -> None:
     log_p = torch.zeros(4).log_softmax(-1)
     assert drawn(log_p, torch.tensor([0.0, 0.25, 0.5, 0.75])).tolist() == [0, 1, 2, 3]
     # tokens without probability that lie at the edge are passed over
@@ -307,8 +272,8 @@ def test_a_uniform_number_at_an_edge_belongs_to_the_token_that_begins_there() ->
     assert drawn(log_p, torch.tensor([0.5])).tolist() == [3]
 
 
-@pytest.mark.parametrize("size", [2, 5, 300])
-def test_frequencies_over_a_grid_are_the_probabilities(size: int) -> None:
+def test_frequencies_match_probabilities() -> None:
+    size = 300
     random = torch.Generator().manual_seed(size)
     p = torch.randn(size, generator=random).softmax(-1)
     p[size // 2] = 0.0
@@ -326,7 +291,7 @@ def sparse(rows: int, size: int) -> Tensor:
     return logits.masked_fill(out, -torch.inf).log_softmax(-1)
 
 
-def test_the_ends_of_the_range_give_the_first_and_last_token_of_some_probability() -> None:
+def test_draw_at_the_ends() -> None:
     log_p = sparse(500, 1000)
     first = draw(log_p, torch.zeros(500))
     last = draw(log_p, torch.full((500,), LARGEST))
@@ -335,12 +300,6 @@ def test_the_ends_of_the_range_give_the_first_and_last_token_of_some_probability
     assert log_p.gather(-1, last[:, None]).isfinite().all()
     assert (first <= possible.int().argmax(-1)).all()
     assert (last >= 999 - possible.flip(-1).int().argmax(-1)).all()
-
-
-def test_a_number_that_rounding_puts_at_the_very_end_gives_a_possible_token() -> None:
-    log_p = sparse(500, 1000)
-    tokens = draw(log_p, torch.ones(500))
-    assert log_p.gather(-1, tokens[:, None]).isfinite().all()
 
 
 def parallel_cumsum(values: Tensor, dim: int) -> Tensor:
@@ -356,7 +315,7 @@ def parallel_cumsum(values: Tensor, dim: int) -> Tensor:
     return out
 
 
-def test_no_impossible_token_is_drawn_where_sums_are_not_monotone(
+def test_no_impossible_token_with_parallel_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log_p = sparse(500, 1000)
@@ -372,7 +331,7 @@ def test_no_impossible_token_is_drawn_where_sums_are_not_monotone(
         assert log_p[row, tokens].isfinite().all()
 
 
-def test_sums_on_the_cpu_are_those_in_order_rounded_each() -> None:
+def test_cumsum_on_the_cpu_is_sequential() -> None:
     # So they never fall, and repeat where a 0 is added: `draw` relies on it.
     p = torch.cat([sparse(200, 5000), inputs(200, 5000)["logits"].log_softmax(-1)]).exp()
     p[:, ::7] = 0
@@ -385,7 +344,7 @@ def test_sums_on_the_cpu_are_those_in_order_rounded_each() -> None:
     assert torch.equal(p.cumsum_(-1), sums)
 
 
-def test_a_gpus_way_of_summing_gives_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_sums_give_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     log_p, uniforms = sparse(200, 1000), torch.rand(200, generator=torch.Generator().manual_seed(1))
     expected = draw(log_p, uniforms)
     monkeypatch.setattr(sampling, "sums_in_order", lambda device: False)

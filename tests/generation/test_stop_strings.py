@@ -85,72 +85,7 @@ def answers(tokenizer: PreTrainedTokenizerFast, stop: Sequence[str], ids: list[i
     return [stops.ends(ids[: n + 1]) for n in range(len(ids))]
 
 
-@pytest.mark.parametrize(
-    ("stop", "pieces", "expected"),
-    [
-        ("stop", ["stop"], "1"),
-        ("stop", ["st", "op"], "01"),
-        ("stop", ["a", "s", "t", "o", "p", "a"], "000010"),
-        ("stop", ["unstoppable"], "1"),  # in the middle of a token
-        ("stop", ["unstoppable", "a", "st", "opera"], "1001"),  # over the end of the last
-        ("stop", ["st", "a", "op"], "000"),
-        (".\n", [".", as_bytes("\n")], "01"),
-        (".\n", [".", as_bytes(".\n")], "01"),
-        (" stop", ["stop", as_bytes(" st"), "op"], "001"),
-        (" stop", ["st", "op"], "00"),
-        ("你", list(NI), "001"),  # a character's bytes, one by one
-        ("你", ["a" + NI[0], NI[1:] + HAO[0]], "01"),  # and with others in its tokens
-        ("好", [NI, HAO[0], HAO[1:] + "p"], "001"),
-        ("你好", ["a" + NI[0], NI[1:] + HAO[0], HAO[1:] + "p"], "001"),
-        ("你p", [NI[:2], NI[2], "p"], "001"),
-        (END, ["a", END], "01"),
-        ("a" + END, ["a", END], "01"),
-        (END + "st", [END, "a", END, "st"], "0001"),
-    ],
-    ids=str,
-)
-def test_in_the_bytes_of_a_byte_level_vocabulary(
-    stop: str, pieces: list[str], expected: str
-) -> None:
-    found = answers(BYTES, [stop], ids_of(BYTES, pieces))
-    assert "".join(str(int(x)) for x in found) == expected
-
-
-@pytest.mark.parametrize(
-    ("stop", "pieces", "expected"),
-    [
-        (" stop", ["a", "▁stop"], "01"),  # its tail's own first space would be stripped
-        (" stop", ["a", "▁", "st", "op"], "0001"),
-        (" stop", ["▁stop"], "0"),  # and the completion's first is: its text is "stop"
-        ("stop", ["▁stop"], "1"),
-        ("a s", ["▁a", "▁st"], "01"),
-        ("  s", ["a", "▁", "▁st"], "001"),
-        ("  s", ["a", "▁▁", "st"], "001"),
-        ("你", ["<0xE4>", "<0xBD>", "<0xA0>"], "001"),
-        # a tail that begins inside 你 has no whole character
-        ("好", ["<0xE4>", "<0xBD>", "<0xA0>", "<0xE5>", "<0xA5>", "<0xBD>"], "000001"),
-        ("好", ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0xE5>", "<0xA5>", "<0xBD>"], "0000001"),
-        (".", ["<0x2E>"], "1"),
-        (" 好", ["你", "<0x20>", "<0xE5>", "<0xA5>", "<0xBD>"], "00001"),
-        ("a" + END, ["a", END], "01"),
-    ],
-    ids=str,
-)
-def test_where_decoding_strips_a_space_and_characters_fall_back_to_bytes(
-    stop: str, pieces: list[str], expected: str
-) -> None:
-    found = answers(SPACES, [stop], ids_of(SPACES, pieces))
-    assert "".join(str(int(x)) for x in found) == expected
-
-
-def test_tokens_without_a_text_may_lie_between() -> None:
-    for tokenizer in TOKENIZERS.values():
-        st, op, a = ids_of(tokenizer, ["st", "op", "a"])
-        ids = [a, st, *[SILENT] * 50, op, SILENT]
-        assert answers(tokenizer, ["stop"], ids) == [*[False] * 52, True, False]
-
-
-def test_one_that_was_let_pass_does_not_count_again() -> None:
+def test_passed_stop_string_does_not_count_again() -> None:
     # As before the least number of tokens: "a.a" was complete at its third, not at a later one.
     ids = ids_of(BYTES, ["a", ".", "a", "s", "a", ".", "a", ".", "a"])
     assert answers(BYTES, ["a.a"], ids) == [n in (2, 6, 8) for n in range(9)]
@@ -164,14 +99,12 @@ STOPS = [
 
 @pytest.mark.parametrize("stop", STOPS, ids=str)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_completion_ends_where_its_text_first_holds_a_stop_string(
-    name: str, stop: list[str]
-) -> None:
+def test_completion_ends_at_the_first_stop_string(name: str, stop: list[str]) -> None:
     tokenizer, rng = TOKENIZERS[name], random.Random(f"{name}{stop}")
     # Texts cut at random into the vocabulary's tokens, so that its bytes make characters, between
     # tokens at random.
     ends = 0
-    for _ in range(150):
+    for _ in range(60):
         pool = [*range(len(tokenizer)), SILENT]
         ids = rng.choices(pool, k=rng.randrange(25))
         for text in rng.choices([*stop, "你", "好", "😀", " st", "a"], k=4):
@@ -180,7 +113,7 @@ def test_a_completion_ends_where_its_text_first_holds_a_stop_string(
         held = [any(s in decoded(tokenizer, ids[: n + 1]) for s in stop) for n in range(len(ids))]
         assert found.index(True) == held.index(True) if any(held) else not any(found)
         ends += any(held)
-    assert ends > 20 or name == "metaspace"
+    assert ends > 8 or name == "metaspace"
 
 
 def cut(tokenizer: PreTrainedTokenizerFast, text: str, rng: random.Random) -> list[int]:
@@ -219,7 +152,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_only_a_tail_is_looked_at_until_there_is_a_match(name: str) -> None:
+def test_only_the_tail_is_decoded(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     counting = Counting(tokenizer)
     stops = StopStrings(counting, ["stop", "a."])  # type: ignore[arg-type]

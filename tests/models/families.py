@@ -62,76 +62,79 @@ LINEAR_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    **LINEAR_FULL,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, **LINEAR_FULL,
+}  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS}
 MAMBA_2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 8,
-}
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_expand": 2, "mamba_chunk_size": 8,
+}  # fmt: skip
 ZAMBA = {
-    "layers_block_type": ["linear_attention", "hybrid"],
-    "mamba_d_state": 8,
+    "layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 8,
     "use_mamba_kernels": False,
-}
+}  # fmt: skip
 JAMBA = {
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 4,
-    "use_mamba_kernels": False,
-}
+    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+    "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8,
+    "mamba_dt_rank": 4, "use_mamba_kernels": False,
+}  # fmt: skip
 NEMOTRON_H = {
-    "layers_block_type": ["mamba", "attention", "moe", "mlp"],
-    "num_hidden_layers": 4,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 8,
-    "n_groups": 1,
-    "chunk_size": 8,
-    "moe_shared_expert_intermediate_size": 16,
-    **GROUPS,
-    **EXPERTS,
-}
+    "layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": 4,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+    "moe_shared_expert_intermediate_size": 16, **GROUPS, **EXPERTS,
+}  # fmt: skip
 KIMI = {
     "linear_attn_config": {
-        "num_heads": 4,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-        "kda_layers": [1],
+        "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "kda_layers": [1],
         "full_attn_layers": [2],
     },
-    "first_k_dense_replace": 1,
-    **LATENT,
-    **GROUPS,
-    **EXPERTS,
-}
+    "first_k_dense_replace": 1, **LATENT, **GROUPS, **EXPERTS,
+}  # fmt: skip
 FOUR_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 UNEQUAL = (
     "RuntimeError: scaled_dot_product_attention_flash_attention: "
     "Q/K/V should have the same head size"
 )
 
+RECURRENT = [
+    recurrent("qwen3_next", DELTA_NET | QWEN_EXPERTS, balanced=True),
+    recurrent("qwen3_5_text", DELTA_NET, vllm=False),
+    recurrent("qwen3_5_moe_text", DELTA_NET | QWEN_EXPERTS, balanced=True, vllm=False),
+    recurrent("nemotron_h", NEMOTRON_H, decoder="none", why_no_cache=CLAMP),
+    recurrent("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    recurrent("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_experts": 4,
+                           "num_dense_layers": 1, **EXPERTS}),
+    recurrent("granitemoehybrid", {"layer_types": ["mamba", "attention"],
+                                   "shared_intermediate_size": 16, **FOUR_EXPERTS, **MAMBA_2},
+              balanced=True),
+    recurrent("falcon_h1", {"mamba_d_ssm": 64, **MAMBA_2}),
+    recurrent("bamba", {"attn_layer_indices": [1], **MAMBA_2}),
+    recurrent("jamba", JAMBA, balanced=True),
+    recurrent("kimi_linear", KIMI),
+    recurrent("olmo_hybrid", DELTA_NET, vllm=False),
+    recurrent("mamba", {"state_size": 8}, without=HEADS),
+    recurrent("falcon_mamba", {"state_size": 8}, without=HEADS),
+    recurrent("mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1,
+                         "chunk_size": 8}, without=HEADS),
+    recurrent("zamba", {"attention_head_dim": 16, "attention_hidden_size": 64, "mamba_dt_rank": 4,
+                        "n_mamba_heads": 2, **ZAMBA}, without=("head_dim",), vllm=False),
+    recurrent("zamba2", {"attention_head_dim": 16, "n_mamba_heads": 8, "mamba_headdim": 8,
+                         "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1,
+                         "hybrid_layer_ids": [1], "adapter_rank": 4, **ZAMBA},
+              without=("head_dim",), decoder="none", why_no_cache=CLAMP),
+    recurrent("minimax", {"block_size": 4, **FOUR_EXPERTS, **LINEAR_FULL}, balanced=True,
+              decoder="none", why_no_cache="ValueError: MiniMax uses cache of its own"),
+    recurrent("recurrent_gemma", {"lru_width": 32, "block_types": ["recurrent", "attention"],
+                                  "attention_window_size": 64},
+              decoder="none", why_no_cache="log-probabilities differ", vllm=False),
+    recurrent("rwkv", {"attention_hidden_size": 32}, without=HEADS, decoder="none",
+              why_no_cache="log-probabilities differ", vllm=False),
+]  # fmt: skip
 FAMILIES = [
     Family("llama"),
     Family("qwen2"),
@@ -184,91 +187,5 @@ FAMILIES = [
     Family("minimax_m2", FOUR_EXPERTS, balanced=True),
     fallback("gpt_oss", "its attention is eager", FOUR_EXPERTS, balanced=True),  # attention sinks
     fallback("deepseek_v3", UNEQUAL, {"first_k_dense_replace": 1, **LATENT, **GROUPS, **EXPERTS}),
-    recurrent("qwen3_next", DELTA_NET | QWEN_EXPERTS, balanced=True),
-    recurrent("qwen3_5_text", DELTA_NET, vllm=False),
-    recurrent("qwen3_5_moe_text", DELTA_NET | QWEN_EXPERTS, balanced=True, vllm=False),
-    recurrent("nemotron_h", NEMOTRON_H, decoder="none", why_no_cache=CLAMP),
-    recurrent("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    recurrent(
-        "lfm2_moe",
-        {
-            "layer_types": ["conv", "full_attention"],
-            "num_experts": 4,
-            "num_dense_layers": 1,
-            **EXPERTS,
-        },
-    ),
-    recurrent(
-        "granitemoehybrid",
-        {
-            "layer_types": ["mamba", "attention"],
-            "shared_intermediate_size": 16,
-            **FOUR_EXPERTS,
-            **MAMBA_2,
-        },
-        balanced=True,
-    ),
-    recurrent("falcon_h1", {"mamba_d_ssm": 64, **MAMBA_2}),
-    recurrent("bamba", {"attn_layer_indices": [1], **MAMBA_2}),
-    recurrent("jamba", JAMBA, balanced=True),
-    recurrent("kimi_linear", KIMI),
-    recurrent("olmo_hybrid", DELTA_NET, vllm=False),
-    recurrent("mamba", {"state_size": 8}, without=HEADS),
-    recurrent("falcon_mamba", {"state_size": 8}, without=HEADS),
-    recurrent(
-        "mamba2",
-        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
-        without=HEADS,
-    ),
-    recurrent(
-        "zamba",
-        {
-            "attention_head_dim": 16,
-            "attention_hidden_size": 64,
-            "mamba_dt_rank": 4,
-            "n_mamba_heads": 2,
-            **ZAMBA,
-        },
-        without=("head_dim",),
-        vllm=False,
-    ),
-    recurrent(
-        "zamba2",
-        {
-            "attention_head_dim": 16,
-            "n_mamba_heads": 8,
-            "mamba_headdim": 8,
-            "mamba_ngroups": 1,
-            "chunk_size": 8,
-            "num_mem_blocks": 1,
-            "hybrid_layer_ids": [1],
-            "adapter_rank": 4,
-            **ZAMBA,
-        },
-        without=("head_dim",),
-        decoder="none",
-        why_no_cache=CLAMP,
-    ),
-    recurrent(
-        "minimax",
-        {"block_size": 4, **FOUR_EXPERTS, **LINEAR_FULL},
-        balanced=True,
-        decoder="none",
-        why_no_cache="ValueError: MiniMax uses cache of its own",
-    ),
-    recurrent(
-        "recurrent_gemma",
-        {"lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 64},
-        decoder="none",
-        why_no_cache="log-probabilities differ",
-        vllm=False,
-    ),
-    recurrent(
-        "rwkv",
-        {"attention_hidden_size": 32},
-        without=HEADS,
-        decoder="none",
-        why_no_cache="log-probabilities differ",
-        vllm=False,
-    ),
+    *RECURRENT,
 ]

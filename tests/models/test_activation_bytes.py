@@ -23,7 +23,7 @@ def make_model() -> PreTrainedModel:
     return Qwen2ForCausalLM(config).train()
 
 
-def test_checkpointing_takes_less_memory_and_gives_the_same_gradient_to_the_bit() -> None:
+def test_checkpointing_saves_memory_and_keeps_the_gradient() -> None:
     rollouts = [make_rollout([3, 4, 5], [*range(6, 6 + 8 * n)]) for n in (2, 3, 1)]
     rollouts = [replace(r, prompt=rollouts[0].prompt) for r in rollouts]
     model = make_model()

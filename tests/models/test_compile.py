@@ -59,7 +59,7 @@ def notes_of(
     ("packed", "checkpointing", "backend"),
     [(True, True, "aot_eager"), (True, False, "eager"), (False, False, "eager")],
 )
-def test_values_and_gradients_are_those_of_plain_layers(
+def test_compiled_layers_match_plain_ones(
     model: PreTrainedModel, packed: bool, checkpointing: bool, backend: str
 ) -> None:
     plain = PolicyLogprobs(copy.deepcopy(model), packed=packed)
@@ -99,7 +99,7 @@ def test_only_the_update_is_compiled(model: PreTrainedModel) -> None:
     assert len(calls) > before
 
 
-def test_a_backend_that_fails_is_noted_and_left(model: PreTrainedModel) -> None:
+def test_failing_backend_falls_back(model: PreTrainedModel) -> None:
     def broken(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         raise RuntimeError("no C++ compiler\nis installed")
 

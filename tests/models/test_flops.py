@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
@@ -56,24 +55,19 @@ def test_flops_by_hand(tied: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("logits", [None, 4])
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "more", "logits"),
     [
-        ("Qwen2", {"tie_word_embeddings": True}),
-        ("Qwen2", {"tie_word_embeddings": False}),
-        ("Qwen2", {"num_key_value_heads": 4}),
-        ("Qwen2", {"num_key_value_heads": 1}),
-        ("Qwen3", {"head_dim": 16}),  # not hidden_size / heads
-        ("Llama", {}),
-        ("GPT2", {}),
-        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        ("Olmoe", EXPERTS),
-        ("Qwen3Moe", MOE),
-        ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
+        ("Qwen2", {"tie_word_embeddings": True}, 4),
+        ("Qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 1}, None),
+        ("Qwen3", {"head_dim": 16}, 4),  # not hidden_size / heads
+        ("GPT2", {}, None),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4),
+        ("Olmoe", EXPERTS, None),
+        ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}, 4),
     ],
 )
-def test_torch_counts_the_same(name: str, more: dict[str, Any], logits: int | None) -> None:
+def test_flops_match_torch(name: str, more: dict[str, Any], logits: int | None) -> None:
     """Exactly, with eager attention, which also computes the pairs that the mask takes out."""
     experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in more else {}
     model = make(name, **more, **experts)
@@ -119,22 +113,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert flops.passes(None, None) == flops.FORWARD_BACKWARD  # of a NaN
 
 
-def test_experts_of_linear_layers_count_by_share() -> None:
-    """As models from outside transformers have them; a shared expert counts whole."""
-
-    class Old(nn.Module):
-        def __init__(self, **named: Any) -> None:
-            super().__init__()
-            self.config = transformers.Qwen2Config(hidden_size=8, **named)
-            self.experts = nn.ModuleList(nn.Linear(8, 6) for _ in range(4))
-            self.shared_experts = nn.ModuleList([nn.Linear(8, 5)])
-
-    assert params_in_products(Old(n_routed_experts=4, num_experts_per_tok=1)) == 48 + 40
-    assert params_in_products(Old(n_routed_experts=4)) is None
-    assert params_in_products(Old(num_experts_per_tok=1)) is None
-
-
-def test_a_window_bounds_what_a_token_attends_to() -> None:
+def test_sliding_window() -> None:
     def pairs(tokens: int, attended: int, **more: Any) -> float:
         config = transformers.Qwen2Config(**{**SIZES, **more})
         return forward_flops(config, 0, tokens, attended) / (4 * 4 * 8)
@@ -148,7 +127,7 @@ def test_a_window_bounds_what_a_token_attends_to() -> None:
     assert forward_flops(mistral, 0, 20, 210) == 4 * 4 * 8 * (120 + 120)
 
 
-def test_there_is_no_number_for_what_is_not_described() -> None:
+def test_unknown_architectures() -> None:
     config = transformers.Qwen2Config(**SIZES)
     assert math.isnan(forward_flops(config, None, 5, 15))
     mixed = transformers.Qwen2Config(**SIZES, layer_types=["full_attention", "linear_attention"])
@@ -168,16 +147,10 @@ def test_there_is_no_number_for_what_is_not_described() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", 312, 19.5),
         ("NVIDIA H100 80GB HBM3", 989, 67),
-        ("NVIDIA H100 PCIe", 756, 51),
-        ("NVIDIA H100 NVL", 835, 60),
-        ("NVIDIA L4", 121, 30.3),
         ("NVIDIA L40S", 362, 91.6),
-        ("NVIDIA A10G", 70, 35),
         ("NVIDIA A10", 125, 31.2),
         ("Tesla T4", None, 8.1),
-        ("NVIDIA GeForce RTX 3090 Ti", None, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 4090 D", None, None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None, None),
         ("NVIDIA GeForce GTX 1080", None, None),
     ],
@@ -198,7 +171,7 @@ def test_peaks_of_other_types() -> None:
     assert listed_peak("Tesla V100-PCIE-16GB", torch.float16, tf32=False) == 112e12
 
 
-def test_a_peak_is_the_best_product_by_the_clock() -> None:
+def test_measured_peak() -> None:
     """Sizes 128 and 256 fit into the budget of this slow machine, 512 would not."""
     seconds = iter([9.0, 1.0, 0.5, 1.0, 1.0, 4.0, 2.0, 8.0, 4.0, 99.0])
     reads = (time for s in seconds for time in (0.0, s))
@@ -209,7 +182,7 @@ def test_a_peak_is_the_best_product_by_the_clock() -> None:
     assert next(seconds) == 99.0
 
 
-def test_measuring_draws_no_random_numbers_and_happens_once(
+def test_peak_is_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = torch.get_rng_state()

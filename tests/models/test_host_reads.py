@@ -43,7 +43,7 @@ class HostReads(TorchDispatchMode):
         self.found.append(f"{name}: {own[-1].filename}:{own[-1].lineno}" if own else name)
 
 
-def test_no_packed_micro_batch_reads_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_micro_batch_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = HostReads()
     forward, backward, tolist = train.forward, Workers.backward, Tensor.tolist
     inside: list[bool] = []

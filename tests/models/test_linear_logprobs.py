@@ -150,7 +150,7 @@ def test_gradient_by_hand() -> None:
 @table("chunk_bytes", [ONE_TOKEN, THREE_TOKENS, CHUNK_BYTES])
 @table("temperature", [1.0, 0.7])
 @table("mode", ["no entropy", "entropy", "entropy with gradient"])
-def test_same_as_from_whole_logits(
+def test_matches_complete_logits(
     dtype: torch.dtype, tolerance: float, name: str, mode: str, temperature: float, chunk_bytes: int
 ) -> None:
     hidden, head, targets = made(dtype, **HEADS[name])
@@ -189,11 +189,8 @@ def test_no_tokens() -> None:
     assert head.weight.grad.eq(0).all()
 
 
-@pytest.mark.parametrize("softcap", [None, 2.5])
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_a_logit_of_minus_infinity_gives_no_nan(
-    softcap: float | None, entropy_gradient: bool
-) -> None:
+@pytest.mark.parametrize(("softcap", "entropy_gradient"), [(None, False), (2.5, True)])
+def test_infinite_logit_gives_no_nan(softcap: float | None, entropy_gradient: bool) -> None:
     hidden, head, targets = made(bias=True, softcap=softcap)
     assert head.bias is not None
     ruled_out = next(token for token in range(V) if token not in targets)
@@ -222,6 +219,17 @@ def half_case(
     hidden = torch.randn(tokens, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(300, 16, generator=generator).to(dtype).requires_grad_()
     return hidden, Head(weight, None), torch.randint(300, (tokens,), generator=generator)
+
+
+def test_bfloat16_logits_are_reduced_in_float32() -> None:
+    hidden, head, targets = half_case()
+    logits = logits_of(hidden, head)
+    for given, exact in [
+        (token_logprobs(logits, targets, 0.7), token_logprobs(logits.double(), targets, 0.7)),
+        (token_entropy(logits, 0.7), token_entropy(logits.double(), 0.7)),
+    ]:
+        assert given.dtype == torch.float32
+        torch.testing.assert_close(given, exact.float())
 
 
 def test_bfloat16_weights_are_reduced_in_float32() -> None:
@@ -255,7 +263,7 @@ def test_bfloat16_weights_gather_their_gradient_in_float32(chunk_bytes: int) -> 
         assert (ours.double() - theirs).norm() < 0.004 * theirs.norm()
 
 
-def test_autocast_multiplies_in_its_own_dtype_and_backward_too() -> None:
+def test_autocast() -> None:
     hidden, half, targets = half_case(torch.float32)
     head = Head(half.weight, torch.linspace(-1, 1, 300).requires_grad_(), scale=0.5)
     with torch.autocast("cpu", torch.bfloat16):
@@ -305,17 +313,16 @@ def measured(
     return [math.prod(shape) for shape in shapes], forward.ran, backward.ran
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_nothing_larger_than_a_chunk_is_made(
-    dtype: torch.dtype, softcap: float | None, entropy: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "entropy"),
+    [(torch.float32, None, True), (torch.float64, 5.0, False), (torch.bfloat16, 5.0, True)],
+)
+def test_memory_is_one_chunk(dtype: torch.dtype, softcap: float | None, entropy: bool) -> None:
     elements, *_ = measured(dtype, softcap, entropy=entropy, entropy_gradient=entropy)
     assert LIMIT * BIG_V >= max(elements) > (LIMIT - 1) * BIG_V  # 50 tokens by eights: seven times
 
 
-def test_a_frozen_layer_has_no_gradient_worked_out() -> None:
+def test_frozen_layer_has_no_gradient() -> None:
     _, _, backward = measured(torch.float32, None, frozen=True)
     assert backward.count("mm") == 7
     assert "addmm_" not in backward
@@ -361,7 +368,7 @@ class Quantized(nn.Linear):
 
 
 @pytest.mark.parametrize("wrap", [Adapted, lambda base: Quantized(2, 3), lambda base: None])
-def test_a_layer_that_is_more_than_its_weight_is_refused(
+def test_unsupported_layer_is_refused(
     wrap: Callable[[nn.Linear], nn.Module | None],
 ) -> None:
     class Model:

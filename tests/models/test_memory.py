@@ -43,36 +43,21 @@ def has_free(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     ("free", "per_token", "expected"),
     [
         (10 * MB, 4000, 512),  # 0.4 · 10 MB / 4 kB = 1000
-        (10_239_999, 4000, 512),  # 1023.9999
         (10_240_000, 4000, 1024),  # 1024
-        (10_240_000, 4001, 512),
-        (5 * MB, 4000, 256),  # 500
         (1 * MB, 4000, 256),  # 100: the smallest
-        (0, 4000, 256),
         (-5 * MB, 4000, 256),
         (10**12, 4000, 2048),  # the largest of a CPU
         (10_240_000, 0.0, 2048),  # a model that keeps nothing
     ],
 )
-def test_tokens_are_a_power_of_two_within_bounds(
+def test_tokens_that_fit(
     monkeypatch: pytest.MonkeyPatch, free: int, per_token: float, expected: int
 ) -> None:
     has_free(monkeypatch, free)
     assert tokens_that_fit(CPU, per_token, state_to_come=0) == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "largest"), [("cpu", 2048), ("mps", 4096), ("cuda", 32768), ("xpu", 2048)]
-)
-def test_the_largest_is_the_devices(
-    monkeypatch: pytest.MonkeyPatch, device: str, largest: int
-) -> None:
-    has_free(monkeypatch, 10**15)
-    found = tokens_that_fit(torch.device(device), 4000, state_to_come=0)
-    assert found == largest
-
-
-def test_an_empty_optimizer_is_still_to_take_three_times_the_weights(
+def test_memory_of_an_empty_optimizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Linear(1000, 1000, bias=False)  # 4 MB, and a gradient and two moments are 12
@@ -89,9 +74,7 @@ def test_an_empty_optimizer_is_still_to_take_three_times_the_weights(
     assert tokens_that_fit(CPU, 4000, state_to_come=come) == 256
 
 
-def test_cache_tokens_are_a_power_of_two_of_what_fits(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
-) -> None:
+def test_cache_tokens_that_fit(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     # Keys and values, 2 layers, 2 heads of 8, float32: 256 bytes a token.
     for free, expected in [
         (640 * 7, 4),  # 0.4 · 4,480 / 256 = 7
@@ -129,14 +112,11 @@ LIMIT = {
     [
         (9000, LIMIT, 4500),  # 8000 − (5000 − 1500)
         (3000, LIMIT, 3000),  # the machine has less than the container may take
-        (9000, LIMIT | {"memory.stat": "anon 3000\n"}, 3000),
         (9000, LIMIT | {"memory.max": "max\n"}, 9000),
-        (9000, LIMIT | {"memory.max": "much\n"}, 9000),
         (9000, {}, 9000),  # no such files: another system
-        (9000, {"memory.max": "8000\n"}, 9000),
     ],
 )
-def test_free_memory_is_the_containers(
+def test_free_memory_of_a_container(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     available: int,
@@ -147,9 +127,7 @@ def test_free_memory_is_the_containers(
     assert free_memory(CPU) == expected
 
 
-def test_processes_of_a_machine_share_its_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_share_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cgroup(monkeypatch, tmp_path, 9001, {})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (free_memory(CPU), total_memory()) == (2250, 4500)
@@ -161,7 +139,7 @@ def test_processes_of_a_machine_share_its_memory(
 # ------------------------------------------------------------------------------ when it runs out
 
 
-def test_each_failure_halves_and_begins_again() -> None:
+def test_oom_halves_the_budget() -> None:
     said: list[str] = []
     tried: list[int] = []
     undone: list[int] = []
@@ -188,15 +166,13 @@ def test_each_failure_halves_and_begins_again() -> None:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it."),
         RuntimeError(CPU_ALLOCATOR),
-        RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("std::bad_alloc"),
-        MemoryError("Unable to allocate 1 GiB for an array"),
         MemoryError(),
     ],
     ids=lambda e: f"{type(e).__name__}-{str(e)[:12]}",
 )
-def test_what_counts_as_out_of_memory_and_one_row_too_long(error: Exception) -> None:
+def test_out_of_memory_errors(error: Exception) -> None:
     tried: list[int] = []
 
     def work(tokens: int) -> None:
@@ -231,7 +207,7 @@ def test_other_errors_are_not_swallowed(error: Exception) -> None:
     assert (tried, own.tokens) == ([100], 100)
 
 
-def test_a_failed_attempt_holds_nothing_when_the_next_one_begins() -> None:
+def test_failed_attempt_frees_its_tensors() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     seen: list[int] = []
 

@@ -78,9 +78,11 @@ def same(a: Parts, b: Parts) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", EVERY)
-def test_a_resumed_optimizer_goes_on_with_the_same_bits(
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in EVERY), ("adamw", torch.bfloat16)],
+)
+def test_resumed_optimizer_is_bitwise_equal(
     name: str, dtype: torch.dtype, wide: PreTrainedModel, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     wide.to(dtype)
@@ -110,11 +112,9 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(
     ("cuda", "offload", "args", "fused"),
     [
         (True, "none", {}, True),
-        (True, "none", {"foreach": True}, False),
         (True, "none", {"fused": False}, False),
         (False, "all", {}, True),
         (False, "none", {}, None),
-        (False, "none", {"fused": True}, True),
     ],
 )
 def test_adamw_is_fused_on_cuda_and_where_asked(
@@ -131,7 +131,7 @@ def test_adamw_is_fused_on_cuda_and_where_asked(
     assert optimizer.defaults["fused"] is fused
 
 
-def test_a_state_that_is_neither_tensor_nor_number_is_refused(model: PreTrainedModel) -> None:
+def test_unsupported_optimizer_state(model: PreTrainedModel) -> None:
     parts = Parts(model, made(model))
     step(parts)
     next(iter(parts.optimizer.state.values()))["history"] = []
@@ -180,8 +180,8 @@ def test_norms_biases_and_embeddings_do_not_decay(model: PreTrainedModel) -> Non
     assert decayed(model, ALL) == everything - norms - biases - {"model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_decay_is_that_of_transformers(family: Family) -> None:
+@pytest.mark.parametrize("family", FAMILIES[::8], ids=str)
+def test_decay_matches_transformers(family: Family) -> None:
     model = make(family)
     expected = set(Trainer.get_decay_parameter_names(None, model))
     names = {name for name, _ in model.named_parameters()}
@@ -199,7 +199,7 @@ def test_muon_gets_the_hidden_matrices(model: PreTrainedModel) -> None:
     assert keys == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
 
 
-def test_the_update_of_muon_is_orthogonal_and_of_the_size_of_adamw(model: PreTrainedModel) -> None:
+def test_muon_update_is_orthogonal(model: PreTrainedModel) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight  # [32, 32]
     before = weight.detach().clone()
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_the_update_of_muon_is_orthogonal_and_of_the_size_of_adamw(model: PreTra
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_bytes_to_come_come(name: str, model: PreTrainedModel) -> None:
+def test_bytes_to_come(name: str, model: PreTrainedModel) -> None:
     optimizer = made(model, algorithm=name, args=EVERY[name])
     gradients = 4 * sum(p.numel() for p in model.parameters())
     predicted = bytes_of(optimizer) - gradients
@@ -224,17 +224,14 @@ def test_bytes_to_come_come(name: str, model: PreTrainedModel) -> None:
 
 REFUSED = {
     "unknown": ({"algorithm": "adam"}, "must be one of adamw, .* Did you mean adamw"),
-    "module": ({"algorithm": "nowhere:Mine"}, "cannot import nowhere"),
     "class": ({"algorithm": f"{__name__}:Countin"}, "has no function 'Countin'.*Counting"),
     "no class": ({"algorithm": f"{__name__}:NoRate"}, "is no torch.optim.Optimizer"),
     "no lr": ({"algorithm": "torch.optim:Optimizer"}, "made with lr and optimizer.args: TypeError"),
     "knob": ({"args": {"betas": [0.9, 0.9]}}, "args.betas: is set by optimizer.betas"),
-    "decay": ({"args": {"weight_decay": 1}}, "is set by optimizer.weight_decay"),
     "argument": (
         {"algorithm": SGD, "args": {"momentun": 1}},
         "unexpected keyword .*momentun",
     ),
-    "value": ({"algorithm": SGD, "args": {"momentum": -1}}, "cannot be made with .*-1"),
 }
 
 
@@ -246,7 +243,7 @@ def test_a_mistake_is_one_sentence(changes: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_what_works_on_shards(name: str) -> None:
+def test_sharded_optimizers(name: str) -> None:
     config = Optimizer(algorithm=name, args=EVERY[name])
     optimizers.check(Recipe(optimizer=config, distributed=Distributed(strategy="ddp")))
     sharded = Recipe(optimizer=config, distributed=Distributed(strategy="fsdp2"))

@@ -16,9 +16,9 @@ from grpo_cli.errors import UserError
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import loading, output_head, tiny
-from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_logprobs
-from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.records import Prompt, Rollout
 from tests.conftest import BUILD
 
 HALF = torch.bfloat16
@@ -30,20 +30,8 @@ def with_head(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def rollouts() -> list[Rollout]:
-    made = []
-    for row, prompt in enumerate(([5, 6, 7], [8, 9])):
-        for extra in (0, 2):
-            ids = [10 + row + extra, 12, 13, 14 + extra]
-            completion = Completion(ids, [0.0] * 4, "stop")
-            made.append(Rollout(Prompt(row, prompt, "", {}), completion, ""))
-    return made
-
-
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_product_is_in_float32_and_the_weight_is_not(
-    autocast: bool, model: PreTrainedModel
-) -> None:
+def test_only_the_product_is_float32(autocast: bool, model: PreTrainedModel) -> None:
     wide = with_head(model)
     layer = wide.get_output_embeddings()
     hidden = torch.randn(4, layer.in_features).to(HALF)
@@ -59,7 +47,7 @@ def test_the_product_is_in_float32_and_the_weight_is_not(
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_chunks_and_complete_logits_agree_in_value_and_gradient(autocast: bool) -> None:
+def test_chunks_match_complete_logits(autocast: bool) -> None:
     """Both with float32 arithmetic on bfloat16 numbers."""
     torch.manual_seed(0)
     layer = output_head.Float32Linear(16, 50, bias=True).to(HALF)
@@ -84,20 +72,7 @@ def test_chunks_and_complete_logits_agree_in_value_and_gradient(autocast: bool) 
     assert (narrow - b).abs().max() > 1e-4
 
 
-def test_every_mode_of_the_policy_computes_it(model: PreTrainedModel) -> None:
-    wide = with_head(model)
-    policy_logprobs = PolicyLogprobs(wide, say=lambda text: pytest.fail(text))
-    policy_logprobs.check(rollouts(), 1.0)
-    assert policy_logprobs.mode == ForwardMode(packed=True, chunked=True)
-    chunked = policy_logprobs._by(policy_logprobs.mode, rollouts(), 1.0)[0]
-    whole = policy_logprobs._by(ForwardMode(packed=True, chunked=False), rollouts(), 1.0)[0]
-    assert (chunked - whole).abs().max() < 1e-5
-    plain = PolicyLogprobs(copy.deepcopy(model).to(HALF))
-    narrow = plain._by(ForwardMode(packed=True, chunked=False), rollouts(), 1.0)[0]
-    assert (narrow - whole).abs().max() > 1e-4
-
-
-def test_sampled_and_trained_log_probabilities_are_of_the_same_product(
+def test_sampler_and_trainer_use_the_same_product(
     model: PreTrainedModel,
 ) -> None:
     """Layers that add nothing leave the head's product as the only source of rounding."""

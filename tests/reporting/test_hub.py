@@ -76,7 +76,7 @@ def checkpoint(folder: Path, step: int, shards: int = 1) -> Path:
 
 def downloaded(server: FakeHub, folder: Path) -> Path:
     """The folder from which a run resumes, as `hf download me/x --local-dir` writes it."""
-    for name, data in server.model("me/x").items():
+    for name, data in server.files["me/x"].items():
         (folder / "got" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "got" / name).write_bytes(data)
     return folder / "got" / hub.LAST_CHECKPOINT
@@ -94,7 +94,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_the_start_creates_what_is_missing(server: FakeHub) -> None:
     assert hub.check(recipe(repo="x")) is None
-    assert server.private == {("models", "me/x"): True}
+    assert server.private == {"me/x": True}
     assert hub.check(recipe(repo="me/x")) is None
     assert hub.check(recipe()) is None
 
@@ -141,13 +141,13 @@ def test_every_save_is_pushed_over_the_one_before(
     live.push(checkpoint(tmp_path, 2), last=True)
     live.finish()
     assert lines == [f"pushed to {server.url}/x"]
-    assert server.private == {("models", "me/x"): True}
-    assert [message for _, _, message in server.commits] == ["step 1", "step 2"]
-    assert {*server.model("me/x")} == {
+    assert server.private == {"me/x": True}
+    assert [message for _, message in server.commits] == ["step 1", "step 2"]
+    assert {*server.files["me/x"]} == {
         ".gitattributes", "README.md", "config.json", "model.safetensors",
     }  # fmt: skip
-    assert server.model("me/x")["config.json"] == b'{"step": 2}'
-    assert ModelCard(server.model("me/x")["README.md"].decode()).data.tags == ["grpo"]
+    assert server.files["me/x"]["config.json"] == b'{"step": 2}'
+    assert ModelCard(server.files["me/x"]["README.md"].decode()).data.tags == ["grpo"]
 
 
 @pytest.mark.programs
@@ -163,7 +163,7 @@ def test_checkpoint_keeps_one_from_which_a_run_resumes(
     whole = {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
     found = {p.relative_to(kept): p.read_bytes() for p in kept.rglob("*") if p.is_file()}
     assert found == whole, "the third shard is gone, too"
-    assert "config.json" in server.model("me/x")
+    assert "config.json" in server.files["me/x"]
 
 
 @pytest.mark.programs
@@ -182,7 +182,7 @@ def test_a_failure_is_a_note_and_the_next_checkpoint_an_attempt(
     live.push(checkpoint(tmp_path, 2), last=True)
     live.finish()
     assert lines[1:] == [f"pushed to {server.url}/me/x"]
-    assert server.model("me/x")["config.json"] == b'{"step": 2}'
+    assert server.files["me/x"]["config.json"] == b'{"step": 2}'
 
 
 @pytest.mark.programs
@@ -200,7 +200,7 @@ def test_a_slow_hub_gets_the_last_checkpoint_and_keeps_its_files(
     assert live.in_use() == {paths[0], paths[2]}
     shutil.rmtree(paths[1])
     live.finish()
-    assert [message for _, _, message in server.commits] == ["step 1", "step 3"]
+    assert [message for _, message in server.commits] == ["step 1", "step 3"]
 
 
 @pytest.mark.programs
@@ -257,7 +257,7 @@ def test_a_run_goes_on_whatever_the_hub_does(
     assert notes[-1].startswith("hub: step-4 is not pushed (500 broken for the test); by hand: hf ")
     server.is_broken = lambda path: False
     trained(tmp_path, hub__repo="me/x", steps=6, resume="auto")
-    assert server.commits[-1] == (("models", "me/x"), "main", "step 6")
+    assert server.commits[-1] == ("me/x", "step 6")
 
 
 @pytest.mark.runs
@@ -266,7 +266,7 @@ def test_a_sharded_checkpoint_gets_a_model_folder_for_the_hub(
 ) -> None:
     monkeypatch.setattr(resume, "MODEL_FOLDER_UP_TO", 0)
     trained(tmp_path, hub__repo="me/x", hub__strategy="end")
-    assert "model.safetensors" in server.model("me/x")
+    assert "model.safetensors" in server.files["me/x"]
     saved = [paths.checkpoint_path(tmp_path / "run", step) for step in (2, 4)]
     assert [paths.is_model(path) for path in saved] == [False, True]
 

@@ -84,7 +84,7 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize("more", [[], [*QUANTIZED, "adapter=qlora"]], ids=["lora", "qlora"])
-def test_its_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str]) -> None:
+def test_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str]) -> None:
     path = train(tmp_path / "run", "optimizer.learning_rate=0.05", *more)
     base = Path(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
     before = digest(base / "model.safetensors")
@@ -112,9 +112,7 @@ def test_its_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str
 
 
 @pytest.mark.runs
-def test_training_continues_from_an_adapter(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_from_an_adapter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = train(tmp_path / "first", "optimizer.learning_rate=0.05")
     config = first / "adapter_config.json"
     stored = json.loads(config.read_text())

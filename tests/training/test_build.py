@@ -50,8 +50,8 @@ def test_an_ordinary_run_says_nothing() -> None:
     assert notices(make_tokenizer(), Prompt(0, [5, 6], "no chat", {})) == []
 
 
-@pytest.mark.parametrize("tags", [["<think>"], ["</think>"], ["<think>", "</think>"]])
-def test_tags_that_rewards_never_see(tags: list[str]) -> None:
+def test_tags_that_rewards_never_see() -> None:
+    tags = ["<think>", "</think>"]
     (line,) = notices(make_tokenizer(tags))
     assert line.startswith(f"the tokenizer has {' and '.join(tags)} as special tokens, and rewards")
 
@@ -65,7 +65,7 @@ def test_a_template_that_drops_the_system_message() -> None:
     assert notices(tokenizer, make_prompt(tokenizer, USER_TURNS, messages[1])) == []
 
 
-def test_prompts_with_two_bos_and_a_chat_template_that_is_not_used() -> None:
+def test_double_bos_and_unused_template() -> None:
     tokenizer = make_tokenizer()
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
     (line,) = notices(tokenizer, Prompt(0, [5, 5, 6], "twice", {}))
@@ -77,7 +77,7 @@ def test_prompts_with_two_bos_and_a_chat_template_that_is_not_used() -> None:
     assert line == "the tokenizer has a chat template that dataset.chat = false does not use."
 
 
-def test_no_token_and_no_text_ends_a_completion() -> None:
+def test_nothing_ends_a_completion() -> None:
     (line,) = notices(make_tokenizer(), eos_ids=[])
     assert line.startswith("neither the tokenizer nor the generation config has an end token")
     assert "max_completion_tokens = 32; set generation.stop_token_ids or generation.stop." in line

@@ -99,7 +99,8 @@ def of(kind: type, **args: Any) -> dict[str, Any]:
 def event(hook: str = "on_step") -> Event:
     absent: Any = None
     return Event(
-        "mine", hook, 1, 2, {}, Path(), {}, (), None, None, absent, absent, 0, Outcome()
+        name="mine", hook=hook, step=1, steps=2, recipe={}, folder=Path(), metrics={},
+        policy=absent, tokenizer=absent, rank=0, _outcome=Outcome(),
     )  # fmt: skip
 
 
@@ -130,10 +131,8 @@ def test_hooks_are_called_in_order_and_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("hook", ["on_step", "on_evaluate", "on_checkpoint"])
-def test_a_callback_ends_a_run(
-    hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("hook", ["on_evaluate", "on_checkpoint"])
+def test_callback_ends_run(hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"steps": 50, "eval__every": 2}
     live = trained(tmp_path, callbacks={"mine": of(Stopper, at=2, hook=hook)}, **changes)
     last = live.state.step
@@ -181,7 +180,7 @@ def test_a_callback_that_raises_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-def test_a_state_that_cannot_be_stored_or_taken_back(tmp_path: Path) -> None:
+def test_unsupported_callback_state(tmp_path: Path) -> None:
     said = "callbacks.mine: state_dict raised TypeError .*it has a pathlib"
     with pytest.raises(TrainingError, match=said):
         trained(tmp_path, callbacks={"mine": of(Failing, hook="state_dict")})
@@ -204,8 +203,6 @@ def test_processes_agree(tmp_path: Path) -> None:
     ("hook", "name", "value", "error"),
     [
         ("on_step", "a b", 1.0, ValueError),
-        ("on_step", "a//b", 1.0, ValueError),
-        ("on_step", 3, 1.0, ValueError),
         ("on_step", "x", "much", ValueError),
         ("on_step", "x", None, TypeError),
         ("on_end", "x", 1.0, ValueError),

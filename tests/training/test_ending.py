@@ -10,7 +10,6 @@ import pytest
 
 from grpo_cli.reporting.report import page
 from grpo_cli.training import ending
-from tests.report_runs import write_run
 
 
 def ended(folder: Path) -> tuple[Any, list[str]]:
@@ -18,16 +17,7 @@ def ended(folder: Path) -> tuple[Any, list[str]]:
     return SimpleNamespace(folder=folder, reporter=SimpleNamespace(say=said.append)), said
 
 
-def test_the_report_of_a_run_is_written(tmp_path: Path) -> None:
-    run, said = ended(write_run(tmp_path, stored=()))
-    ending.write_report(run)
-    assert said == [f"report: {tmp_path}/report.html"]
-    assert (tmp_path / "report.html").is_file()
-
-
-def test_a_run_does_not_fail_because_of_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise MemoryError("no room")
 

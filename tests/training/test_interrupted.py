@@ -12,11 +12,8 @@ import torch
 
 from grpo_cli import train
 from grpo_cli.checkpoints import paths
-from grpo_cli.config.schema import Vllm
-from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.generation.vllm.colocate import ColocatedGenerator
 from grpo_cli.training import resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, metrics, trained, weights
@@ -82,9 +79,7 @@ def times_asked(folder: Path, changes: dict[str, Any]) -> tuple[Run, int]:
     [pytest.param(HARD, 24, marks=pytest.mark.slow), (IN_REWARD, 8)],
     ids=["hard", "kl-in-reward"],
 )
-def test_a_run_goes_on_where_it_was_left(
-    tmp_path: Path, changes: dict[str, Any], moments: int
-) -> None:
+def test_resume_within_a_step(tmp_path: Path, changes: dict[str, Any], moments: int) -> None:
     straight, asked = times_asked(tmp_path, changes)
     kept: set[str] = set()
     for call in range(2, asked, max(asked // moments, 1)):
@@ -106,37 +101,6 @@ def test_a_run_goes_on_where_it_was_left(
     assert len(kept) >= 2, "it was left in several steps"
 
 
-class Engine:
-    """vLLM's, as far as waiting for it goes: one request, which takes three steps."""
-
-    steps = 0
-
-    def has_unfinished_requests(self) -> bool:
-        return self.steps < 3
-
-    def step(self) -> list[Any]:
-        self.steps += 1
-        return [SimpleNamespace(finished=True, request_id="0")] if self.steps == 3 else []
-
-
-def test_a_run_leaves_an_engine_of_its_own_between_two_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = object.__new__(ColocatedGenerator)
-    generator.engine, generator.config = Engine(), Vllm()  # type: ignore[assignment]
-    monkeypatch.setattr(heartbeat, "leave", lambda: generator.engine.steps == 2)
-    assert [*generator.advance(), *generator.advance()] == []
-    with pytest.raises(heartbeat.Interrupt):
-        next(generator.advance())
-    # Not one of several processes that step together, which are no stall either.
-    monkeypatch.setattr(heartbeat, "leave", lambda: True)
-    monkeypatch.setattr(heartbeat, "_beaten", time.monotonic() - 3600)
-    generator.config.tensor_parallel = 2
-    (found,) = generator.advance()
-    assert found[0] == 0
-    assert heartbeat.state().quiet < 60
-
-
 @pytest.mark.parametrize(
     ("writing", "told"),
     [
@@ -145,9 +109,7 @@ def test_a_run_leaves_an_engine_of_its_own_between_two_steps(
         (15.0, (15.0, 20.0)),  # or it is not
     ],
 )
-def test_a_save_under_way_takes_of_the_time_that_is_left(
-    writing: float, told: tuple[float, float]
-) -> None:
+def test_running_save_uses_time_left(writing: float, told: tuple[float, float]) -> None:
     heard: list[tuple[float, float]] = []
     stop = SimpleNamespace(is_requested=True, is_too_late=lambda *left: bool(heard.append(left)))
     interrupts = Interrupts(
@@ -160,7 +122,7 @@ def test_a_save_under_way_takes_of_the_time_that_is_left(
 
 
 @pytest.mark.runs
-def test_a_run_goes_on_in_the_plainer_way_it_had_to_take(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_fallbacks(tmp_path: Path) -> None:
     changes = {"loss__beta": 0.05, "loss__reference_every": 1, "checkpoint__every": 1, "steps": 3}
     straight = built(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     halted = built(tmp_path, output_dir=str(tmp_path / "halted"), **changes)

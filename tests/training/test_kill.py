@@ -357,7 +357,7 @@ def happened(runs: Sequence[Path], number: int) -> list[dict[str, Any]]:
     [(HARD, 1), (HARD, 2), (ADAPTED, 1), (EPISODES, 1), (IMAGES, 1)],
     ids=["one", "two", "adapter", "episodes", "images"],
 )
-def test_a_killed_run_is_the_same_run(
+def test_killed_run_is_the_same_run(
     jobs: Jobs, straight: Straight, settings: list[str], processes: int
 ) -> None:
     rng = random.Random(SEED)
@@ -374,7 +374,7 @@ def test_a_killed_run_is_the_same_run(
     assert {"generate", "reward", "forward_backward", "optimizer"} <= {m["stage"] for m in killed}
 
 
-def test_a_damaged_checkpoint_is_passed_over(jobs: Jobs, straight: Straight) -> None:
+def test_damaged_checkpoint_is_skipped(jobs: Jobs, straight: Straight) -> None:
     reference, run = straight(HARD, 2), jobs.folder / "damaged"
     second = {"what": "named", "number": 2, "of": "all"}  # a step further than the last good one
     for number, (name, damage) in enumerate(DAMAGES.items(), start=2):
@@ -421,7 +421,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     [(HARD, 1), (HARD, 2), (SHARDED, 2)],
     ids=["one", "two", "sharded"],
 )
-def test_a_step_that_was_left_is_gone_on_with(
+def test_interrupted_step_is_resumed(
     jobs: Jobs, straight: Straight, settings: list[str], processes: int
 ) -> None:
     rng = random.Random(SEED + 100)
@@ -450,7 +450,7 @@ def test_a_step_that_was_left_is_gone_on_with(
 # With another number of processes, or divided otherwise.
 
 
-def test_a_run_goes_on_with_other_processes(jobs: Jobs, straight: Straight) -> None:
+def test_resume_with_other_processes(jobs: Jobs, straight: Straight) -> None:
     rng = random.Random(SEED + 200)
     reference, run = straight(PLAIN, 1), jobs.folder / "elastic"
     sharded = "distributed=fsdp2"
@@ -477,7 +477,7 @@ def test_a_run_goes_on_with_other_processes(jobs: Jobs, straight: Straight) -> N
 # As a user starts it.
 
 
-def test_torchrun_goes_on_by_itself(jobs: Jobs, straight: Straight) -> None:
+def test_torchrun_restarts(jobs: Jobs, straight: Straight) -> None:
     run = jobs.folder / "restarted"
     gone = {"what": "named", "number": 2, "rank": 0, "start": 1, "of": "all"}
     one = {"what": "forward_backward", "number": 40, "rank": 1, "start": 0}

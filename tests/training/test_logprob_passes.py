@@ -40,7 +40,7 @@ def episodes() -> list[Group]:
     return [make_group(0, rollouts)]
 
 
-def test_the_tokens_of_highest_entropy_are_sampled_ones(model: PreTrainedModel) -> None:
+def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
     run, groups = run_of(model, Loss(top_entropy=0.3)), episodes()
     rollouts = groups[0].rollouts
     stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts, entropy=True)
@@ -57,9 +57,7 @@ def test_the_tokens_of_highest_entropy_are_sampled_ones(model: PreTrainedModel) 
 
 
 @pytest.mark.parametrize("policy", ["clip_cov", "kl_cov"])
-def test_the_tokens_of_highest_covariance_are_sampled_ones(
-    model: PreTrainedModel, policy: str
-) -> None:
+def test_covariance_selects_sampled_tokens(model: PreTrainedModel, policy: str) -> None:
     # Log-probabilities of 0.0 and the reply's advantages would move both means.
     run, groups = run_of(model, make_loss(policy=policy, cov_share=0.5, cov_low=0.0)), episodes()
     logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)

@@ -17,7 +17,7 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_a_run_writes_what_it_measures_and_the_prediction_for_it(tmp_path: Path) -> None:
+def test_plan_of_a_run(tmp_path: Path) -> None:
     live = build.build(prepare.for_training(recipe(tmp_path)), ["grpo"])
     path = tmp_path / "run" / "plan.json"
     assert not path.exists()

@@ -61,7 +61,7 @@ def probed(live: Run, samples: int = 16) -> ProbeResult:
     return run_probe(policy, 64, samples)
 
 
-def test_a_model_whose_rates_are_known(tmp_path: Path) -> None:
+def test_known_pass_rates(tmp_path: Path) -> None:
     live = rigged(tmp_path, ["0", "any", "none", "1"] * 16)
     m = probed(live).measured
     live.close()
@@ -82,8 +82,8 @@ def test_a_model_whose_rates_are_known(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("answer", "rate"), [("none", 0.0), ("any", 1.0)])
-def test_nothing_to_learn(tmp_path: Path, answer: str, rate: float) -> None:
+def test_nothing_to_learn(tmp_path: Path) -> None:
+    answer, rate = "any", 1.0
     live = rigged(tmp_path, [answer] * 64)
     result = probed(live)
     live.close()

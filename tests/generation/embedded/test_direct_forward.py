@@ -68,7 +68,7 @@ class Averages:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
+def test_logits_match_the_modules(name: str, dtype: torch.dtype) -> None:
     model = model_of(CONFIGS[name]).to(dtype)
     ids, positions = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[7, 7, 2, 30, 9]])
     direct = DirectForward.of(model)
@@ -103,7 +103,7 @@ def test_the_engine_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mixed != plain
 
 
-def test_weights_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(CONFIGS["llama"])
     completions_of(model)
     for weight in model.parameters():
@@ -118,7 +118,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_a_model_that_was_changed_is_left_to_its_modules() -> None:
+def test_hooked_models_use_their_modules() -> None:
     hooked, doubled, wrapped = (model_of(CONFIGS["qwen2"]) for _ in range(3))
     assert DirectForward.of(hooked) is not None
     hooked.model.layers[1].mlp.register_forward_hook(lambda *of: None)

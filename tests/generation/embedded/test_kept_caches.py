@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.embedded import engine, prefill
-from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.sampling import Sampling
@@ -59,9 +58,7 @@ def same(a: Conversations, b: Conversations) -> bool:
     return a.ids == b.ids and drawn[0] == pytest.approx(drawn[1], abs=1e-4)
 
 
-def test_what_is_kept_is_not_computed_again(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_caches_are_reused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler(model).generate([], 1, SAMPLING, [])
     plain, kept = conversations(), conversations()
     keeps_none = sampler(model)
@@ -78,26 +75,8 @@ def test_what_is_kept_is_not_computed_again(
     assert sum(counts) == sum(map(len, PROMPTS)) + replies + 3 * len(kept.ids)
 
 
-def test_weights_are_read_once_for_all_turns(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = sampler(model)
-    conversations().run(generator)  # also chooses the decoder
-    read, calls = DirectForward.of, []
-
-    def counting(policy: PreTrainedModel) -> DirectForward | None:
-        calls.append(read(policy))
-        return calls[-1]
-
-    monkeypatch.setattr(DirectForward, "of", counting)
-    conversations().run(generator)
-    assert len(calls) == 1
-    assert calls[0] is not None
-    assert generator.direct is None, "copies of the weights do not stay"
-
-
-@pytest.mark.parametrize("most", [1, 4, 7])
-def test_conversations_that_have_no_room_are_computed_again(
+@pytest.mark.parametrize("most", [1, 4])
+def test_caches_without_room_are_computed_again(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     plain, kept = conversations(), conversations()
@@ -119,8 +98,8 @@ def test_conversations_that_have_no_room_are_computed_again(
     assert bool(steps) == (most > 1)
 
 
-def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> None:
-    slow = conversations(is_repeatable=False, delay=lambda n: 0.5 * (n == 4))
+def test_conversations_do_not_wait_for_one_another(model: PreTrainedModel) -> None:
+    slow = conversations(is_repeatable=False, held=4)
     slow.run(sampler(model))
     plain = conversations()
     plain.run(sampler(model))
@@ -129,7 +108,7 @@ def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> N
     assert slow.log.index(("asked", 5), slow.log.index(("asked", 5)) + 1) < second_turn
 
 
-def test_nothing_is_kept_of_other_tokens() -> None:
+def test_cache_reuses_a_common_prefix() -> None:
     keys = torch.arange(4.0).view(1, 1, 4, 1)
     cache = KeptCache([1, 2, 3, 4], keys, -keys)
     beginning = cache.beginning([1, 2, 9, 4, 5])
@@ -141,9 +120,7 @@ def test_nothing_is_kept_of_other_tokens() -> None:
     assert same_prompt.values.flatten().tolist() == [0.0, -1.0, -2.0]
 
 
-def test_out_of_memory_in_the_middle_changes_nothing(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_midway(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kept = conversations(), conversations()
     plain.run(sampler(model))
     attend, calls = prefill.Continuation.attend, 0

@@ -33,7 +33,7 @@ def linears() -> tuple[nn.Linear, nn.Linear]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("number", [1, 2])
-def test_products_are_those_of_linear_layers(number: int) -> None:
+def test_products_match_linear_layers(number: int) -> None:
     of = linears()[:number]
     x, width = torch.randn(5, 256), sum(len(linear.weight) for linear in of)
     other = torch.randn(5, width)
@@ -53,7 +53,7 @@ def test_products_are_those_of_linear_layers(number: int) -> None:
 
 
 @torch.no_grad()
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_rows_are_independent() -> None:
     product = Product.of(*linears(), prepacks=True)
     x, other = torch.randn(64, 256), torch.randn(64, 640)
 
@@ -68,7 +68,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             assert torch.equal(of(some), whole[:, some])
 
 
-def test_small_weights_are_left_as_they_are() -> None:
+def test_small_weights_are_not_packed() -> None:
     assert Product.of(nn.Linear(256, 511), prepacks=True).packed is None
     assert Product.of(nn.Linear(256, 512), prepacks=True).packed is not None
     assert Product.of(nn.Linear(256, 512).bfloat16(), prepacks=True).packed is None

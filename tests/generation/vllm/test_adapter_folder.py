@@ -19,7 +19,7 @@ from tests.models.test_adapters import adapted, move
 from tests.models.test_vision import load
 
 
-def test_peft_reads_what_was_written(tmp_path: Path) -> None:
+def test_peft_reads_the_folder(tmp_path: Path) -> None:
     model, base = adapted("lora")
     folder = AdapterFolder(tmp_path / "adapter", model)
     for _ in range(2):  # the second replaces the first
@@ -43,7 +43,7 @@ def _copy(base: PreTrainedModel) -> PreTrainedModel:
     return copied.eval()
 
 
-def test_a_reader_of_the_old_weights_keeps_them(tmp_path: Path) -> None:
+def test_open_files_keep_the_old_weights(tmp_path: Path) -> None:
     model, _ = adapted("lora")
     folder = AdapterFolder(tmp_path, model)
     folder.write([("a", torch.zeros(3))])
@@ -70,7 +70,7 @@ def test_the_rank_that_engines_need(sync: str, rank: int | None) -> None:
     assert rank_on(base, recipe) is None
 
 
-def test_an_adapter_on_what_is_no_linear_layer() -> None:
+def test_adapter_on_other_layers() -> None:
     model, _ = adapted("experts")
     recipe = Recipe(adapter=Adapter(method="lora", sync="adapter"))
     with pytest.raises(UserError, match=r"linear layers only .*mlp\.experts\.\w+_proj\); use adap"):

@@ -40,13 +40,13 @@ def test_what_an_episode_adds_stays(loaded: Loaded) -> None:
     assert images.given_ids(prompt) == [*given, 50, 51, 52]
 
 
-def test_tokens_that_are_joined_with_text_are_one_sentence(loaded: Loaded) -> None:
+def test_joined_image_tokens_are_refused(loaded: Loaded) -> None:
     prompt = loaded.mixed()[0]
     with pytest.raises(TrainingError, match="picture 0: the image's tokens are joined with"):
         loaded.vision.collapsed(prompt.ids[: len(prompt.ids) // 3], prompt.images)
 
 
-def test_a_server_is_sent_what_the_trainer_sees() -> None:
+def test_server_gets_resized_images() -> None:
     """A resized picture travels, with the same pixels."""
     stored = StoredImage(picture(0, (64, 64)), "picture", max_pixels=256)
 
@@ -66,7 +66,7 @@ def test_a_server_is_sent_what_the_trainer_sees() -> None:
     assert images.over_http(Prompt.from_ids([5])) == {"token_ids": [5]}
 
 
-def test_other_tokens_than_the_trainers_are_one_sentence(loaded: Loaded) -> None:
+def test_different_tokens_are_refused(loaded: Loaded) -> None:
     with_image, without, _ = loaded.mixed()
     images.check_ids(with_image, list(with_image.ids))
     images.check_ids(without, None)

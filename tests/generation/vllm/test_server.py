@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from grpo_cli.config.schema import Adapter, Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Request
-from grpo_cli.generation.factory import make_generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import base, client, server
 from grpo_cli.generation.vllm.client import Server
@@ -123,9 +122,7 @@ def updated(generator: ServerGenerator, policy: PreTrainedModel, step: int) -> f
 # Sampling.
 
 
-def test_prompts_are_spread_and_come_back_in_order(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
+def test_prompts_are_spread_over_servers(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     generator = generator_for(fakes, model)
     generator.update_weights(model, 4)
     assert generated(generator) == expected(step=4)
@@ -138,7 +135,7 @@ def test_prompts_are_spread_and_come_back_in_order(
     generator.close()
 
 
-def test_the_first_images_of_a_stream_are_refused_where_completions_go_on_over_new_weights(
+def test_images_of_a_stream_are_refused_in_flight(
     start: Start,
 ) -> None:
     """At the start only the first rows are known."""
@@ -151,13 +148,11 @@ def test_the_first_images_of_a_stream_are_refused_where_completions_go_on_over_n
         generator.check_images()
 
 
-@pytest.mark.parametrize(("max_rows", "at_a_time"), [(6, 2), (1, 1), (None, 6)])
-def test_a_server_is_not_asked_for_more_than_max_rows_completions(
-    fakes: list[FakeVllm], start: Start, max_rows: int | None, at_a_time: int
-) -> None:
-    """Of groups of 3; one that is larger than max_rows is asked for alone."""
+def test_at_most_max_rows_requests_at_once(fakes: list[FakeVllm], start: Start) -> None:
+    """Of groups of 3, two fit into 6 rows."""
+    at_a_time = 2
     recipe = recipe_for(fakes)
-    recipe.generation.max_num_seqs = max_rows
+    recipe.generation.max_num_seqs = 6
     generator = start(recipe=recipe)
     most: list[int] = []
     for fake in fakes:
@@ -181,7 +176,7 @@ def test_a_server_is_not_asked_for_more_than_max_rows_completions(
     assert max(most) == at_a_time
 
 
-def test_all_batches_of_a_process_count_for_a_servers_load() -> None:
+def test_load_counts_every_batch() -> None:
     a, b = Server("http://a"), Server("http://b")
     load = Load(most_rows=8)
     assert [load.take([a, b], 4) for _ in range(4)] == [a, b, a, b]
@@ -201,54 +196,25 @@ def conversations(**how: Any) -> Conversations:
     return Conversations(PROMPTS, 3, SAMPLING, 3, **how)
 
 
-def test_conversations_stay_on_their_server_and_wait_for_no_other(
-    fakes: list[FakeVllm], start: Start
-) -> None:
+def test_conversations_stay_on_their_server(fakes: list[FakeVllm], start: Start) -> None:
     generator, in_rounds = start(), conversations()
     in_rounds.run(generator)
     for fake in fakes:
         fake.asked.clear()
-    slow = conversations(is_repeatable=False, delay=lambda n: 0.4 * (n == 4))
+    slow = conversations(is_repeatable=False, held=4)
     slow.run(generator)
     assert slow.ids == in_rounds.ids
     others = [i for i, (what, n) in enumerate(slow.log) if what == "asked" and n != 4]
     assert max(others) < slow.log.index(("asked", 4)), "all others were through"
-    assert slow.seconds_waited > 0.3
     homes = [{tuple(body["token_ids"][:3]) for body in fake.asked} for fake in fakes]
     assert homes[0].isdisjoint(homes[1])
     assert len(homes[0]) == len(homes[1]) == 6
 
 
-@pytest.mark.parametrize(
-    ("of_vllm", "sampling", "asked"),
-    [
-        ({}, SAMPLING, {"seed": 100, "n": 3}),
-        ({"regex": "a+"}, SAMPLING, {"structured_outputs": {"regex": "a+"}}),
-        ({}, Sampling(max_tokens=6, temperature=0), {"n": 1, "temperature": 0}),
-        ({}, SAMPLING, {"structured_outputs": None, "stop_token_ids": [EOS]}),
-    ],
-    ids=str,
-)
-def test_what_a_server_is_asked(
-    fakes: list[FakeVllm],
-    start: Start,
-    of_vllm: dict[str, Any],
-    sampling: Sampling,
-    asked: dict[str, Any],
-) -> None:
-    generator = start(fakes[:1], **of_vllm)
-    (group,) = generator.generate(as_prompts(PROMPTS[:1]), 3, sampling, SEEDS[:1])
-    assert len(group) == 3, "one that is greedy stands for all"
-    (request,) = fakes[0].asked
-    assert {key: request.get(key) for key in asked} == asked
-
-
-def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], start: Start) -> None:
-    fakes[1].state["max_model_len"] = 17
-    generator = start()
-    assert len(generator.generate(as_prompts([[5] * 11]), 3, SAMPLING, [0])) == 1
-    with pytest.raises(TrainingError, match="a prompt of 12 tokens with a completion of up to 6"):
-        generator.generate(as_prompts([[5] * 12]), 3, SAMPLING, [0])
+def test_a_server_is_asked_for_completions_that_match(fakes: list[FakeVllm], start: Start) -> None:
+    generator = start(fakes[:1], regex="a+")
+    generator.generate(as_prompts(PROMPTS[:1]), 3, SAMPLING, SEEDS[:1])
+    assert fakes[0].asked[0]["structured_outputs"] == {"regex": "a+"}
 
 
 # A server that is lost.
@@ -263,7 +229,7 @@ def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], start: Start)
         ("hang", 2, "no answer within 1.5 s."),
     ],
 )
-def test_prompts_of_a_server_that_is_lost_go_to_the_others(
+def test_prompts_of_a_lost_server_move(
     fakes: list[FakeVllm],
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
@@ -287,7 +253,7 @@ def test_prompts_of_a_server_that_is_lost_go_to_the_others(
     assert len(good.asked) == asked + 12, "it is not asked again before the next update"
 
 
-def test_a_server_whose_health_fails_is_not_waited_for(
+def test_failed_health_check(
     fakes: list[FakeVllm], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's API server may be up when its engine is gone: requests hang."""
@@ -300,9 +266,7 @@ def test_a_server_whose_health_fails_is_not_waited_for(
 
 
 @pytest.mark.parametrize(("times", "lost"), [(1, 0), (2, 1)])
-def test_a_connection_that_broke_is_no_server_that_is_lost(
-    fakes: list[FakeVllm], start: Start, times: int, lost: int
-) -> None:
+def test_broken_connection(fakes: list[FakeVllm], start: Start, times: int, lost: int) -> None:
     """Unless it breaks again."""
     generator = start()
     breaks = iter(range(times))
@@ -317,7 +281,7 @@ def test_a_connection_that_broke_is_no_server_that_is_lost(
     assert [len(fake.asked) for fake in fakes] == ([1, 0] if not lost else [0, 1])
 
 
-def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
+def test_prompts_move_when_an_update_fails(
     fakes: list[FakeVllm], model: PreTrainedModel, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be up, and hold on to what it was asked."""
@@ -344,9 +308,7 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
 # Whose weights they are.
 
 
-def test_a_server_that_samples_with_older_weights_is_lost(
-    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
-) -> None:
+def test_stale_weights(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:
     generator = start(fakes[:1])
     first = fakes[0].version
     assert updated(generator, model, 1) == 1
@@ -355,9 +317,7 @@ def test_a_server_that_samples_with_older_weights_is_lost(
         generated(generator, 1)
 
 
-def test_another_runs_weights_are_not_taken_for_this_ones(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
+def test_weights_of_another_run(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     ours, theirs = generator_for(fakes[:1], model), generator_for(fakes[:1], model)
     ours.update_weights(model, 0)
     theirs.update_weights(model, 0)
@@ -369,7 +329,7 @@ def test_another_runs_weights_are_not_taken_for_this_ones(
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_completions_that_an_update_meets(
+def test_completions_during_an_update(
     fakes: list[FakeVllm], model: PreTrainedModel, start: Start, in_flight: bool
 ) -> None:
     """In flight: their first tokens are of the old policy. Else the update waits for them."""
@@ -407,13 +367,10 @@ def test_completions_that_an_update_meets(
 # Updates.
 
 
-@pytest.mark.parametrize("call", ["/pause", "/update_weights", "/finish_weight_update"])
-def test_a_server_that_dies_in_an_update_drops_out(
-    fakes: list[FakeVllm], model: PreTrainedModel, start: Start, call: str
-) -> None:
+def test_server_dies_in_update(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:
     said: list[str] = []
     generator = start(say=said.append)
-    fakes[1].faults[call] = fakes[1].die
+    fakes[1].faults["/update_weights"] = fakes[1].die
     assert updated(generator, model, 1) == 1
     assert_has_weights(fakes[0], model)
     (note,) = said
@@ -423,9 +380,7 @@ def test_a_server_that_dies_in_an_update_drops_out(
     assert updated(generator, model, 2) == 1
 
 
-def test_a_server_that_comes_back_has_the_weights_with_the_next_update(
-    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
-) -> None:
+def test_server_comes_back(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:
     said: list[str] = []
     generator = start(say=said.append)
     back = fakes[0]
@@ -444,9 +399,7 @@ def test_a_server_that_comes_back_has_the_weights_with_the_next_update(
     assert len(back.asked) == 6
 
 
-def test_a_server_that_was_only_slow_keeps_its_link(
-    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
-) -> None:
+def test_slow_server_stays(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:
     said: list[str] = []
     generator = start(say=said.append)
     fakes[0].faults[GENERATE] = fakes[0].fail
@@ -457,9 +410,7 @@ def test_a_server_that_was_only_slow_keeps_its_link(
     assert_has_weights(fakes[0], model)
 
 
-def test_a_server_whose_update_was_broken_off_has_to_be_started_again(
-    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
-) -> None:
+def test_interrupted_update(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:
     said: list[str] = []
     generator = start(say=said.append)
     fakes[0].faults["/finish_weight_update"] = fakes[0].fail
@@ -483,8 +434,8 @@ def test_a_server_whose_update_was_broken_off_has_to_be_started_again(
 # At the start.
 
 
-@pytest.mark.parametrize(("of_eval", "needed"), [(None, 16), (5, 16), (9, 19)])
-def test_a_server_that_is_too_short(
+@pytest.mark.parametrize(("of_eval", "needed"), [(5, 16), (9, 19)])
+def test_too_short_a_server(
     fakes: list[FakeVllm], model: PreTrainedModel, of_eval: int | None, needed: int
 ) -> None:
     recipe = recipe_for(fakes)
@@ -492,39 +443,9 @@ def test_a_server_that_is_too_short(
     fakes[1].state["max_model_len"] = needed
     generator_for(fakes, model, recipe=recipe)
     fakes[1].state["max_model_len"] = needed - 1
-    with pytest.raises(UserError) as error:
+    pattern = rf"{fakes[1].url} was started with max_model_len = {needed - 1}; .*_len={needed}\."
+    with pytest.raises(UserError, match=pattern):
         generator_for(fakes, model, recipe=recipe)
-    assert str(error.value) == (
-        f"generation.vllm.servers: {fakes[1].url} was started with max_model_len = {needed - 1}; "
-        f"the longest prompt with its completion takes {needed} tokens: start it with "
-        f"max_model_len={needed}."
-    )
-
-
-def test_a_server_of_another_dtype_is_noted(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
-    said: list[str] = []
-    generator_for(fakes, model, say=said.append)
-    assert said == []
-    fakes[0].state["dtype"] = "bfloat16"
-    generator_for(fakes, model, say=said.append)
-    assert said == [
-        "note: servers compute in bfloat16, the trainer in float32: their "
-        "log-probabilities differ by more than they need"
-    ]
-
-
-def test_the_recipe_chooses_servers_and_their_weight_check(
-    fakes: list[FakeVllm], model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate(PROMPTS)]
-    recipe = recipe_for(fakes)
-    for wanted in (True, False):
-        recipe.generation.vllm.check_weights = wanted
-        generator = make_generator(recipe, model, tokenizer, Process(), prompts, print)
-        assert isinstance(generator, ServerGenerator)
-        assert (generator.weight_check is not None) == wanted
-        assert generator.eos_ids == [EOS]
-        assert not generator.samples_from_policy
 
 
 # Several processes.
@@ -546,7 +467,7 @@ def two_processes(
     )
 
 
-def test_one_process_sends_and_every_process_samples(
+def test_one_process_sends_weights(
     fakes: list[FakeVllm], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: Counter[int] = Counter()
@@ -576,9 +497,7 @@ def test_one_process_sends_and_every_process_samples(
     other.close()
 
 
-def test_a_server_that_one_process_has_lost_is_looked_at_anew(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
+def test_server_lost_by_one_process(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     said: list[str] = []
     main, other = two_processes(fakes, model, say=said.append)
     both([main, other], lambda g: g.update_weights(g.policy, 0))
@@ -596,9 +515,7 @@ def test_a_server_that_one_process_has_lost_is_looked_at_anew(
     main.close()
 
 
-def test_what_stops_the_first_process_stops_all(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
+def test_failure_stops_every_process(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     main, other = two_processes(fakes[:1], model)
     both([main, other], lambda g: g.update_weights(g.policy, 0))
     fakes[0].end()
@@ -608,7 +525,7 @@ def test_what_stops_the_first_process_stops_all(
     main.close()
 
 
-def test_a_run_leaves_what_servers_are_sampling(
+def test_interrupted_run_cancels_requests(
     fakes: list[FakeVllm], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "BEAT", 0.02)
@@ -667,9 +584,7 @@ def assert_has_adapter(fake: FakeVllm, policy: PreTrainedModel) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
 
 
-def test_only_the_adapter_is_sent(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_sends_adapter(fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path) -> None:
     generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
     for step in range(3):
         move_adapter(adapted)
@@ -690,9 +605,7 @@ def test_only_the_adapter_is_sent(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_server_that_comes_back_has_the_adapter_with_the_next_update(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_adapter_rejoins(fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path) -> None:
     generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
     generator.update_weights(adapted, 0)
     fakes[0].end()
@@ -725,20 +638,7 @@ def test_a_server_without_room_for_the_adapter(
         generator_for(fakes, adapted, recipe=recipe)
 
 
-def test_a_server_whose_base_weights_were_replaced(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
-) -> None:
-    merging = generator_for(fakes[1:], adapted)
-    merging.update_weights(adapted, 0)
-    merging.close()
-    pattern = rf"{fakes[1].url} has the weights of an earlier run, .* start it again, or use adapt"
-    with pytest.raises(UserError, match=pattern):
-        generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
-
-
-def test_an_adapter_that_vllm_refuses(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_refused_adapter(fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path) -> None:
     def refuse() -> None:
         raise Refused(500, "expected target modules in {'qkv_proj'} but received ['gate']")
 

@@ -53,14 +53,12 @@ def test_the_mean_difference_of_all_tokens(engine: list[list[float]], difference
     ("dtype", "at_start", "allowed"),
     [
         ("float32", [0.0], 5e-5),
-        ("float32", [1e-5], 5e-5),
         ("float32", [4e-4], 1.6e-3),
         ("float32", [4e-4, 1e-3], 1.6e-3),  # of each engine its own
-        ("bfloat16", [0.0], 5e-3),
         ("float16", [6e-3], 2.4e-2),
     ],
 )
-def test_a_difference_that_is_rounding(dtype: str, at_start: list[float], allowed: float) -> None:
+def test_allowed_difference(dtype: str, at_start: list[float], allowed: float) -> None:
     check = weight_check(dtype)
     for number, difference in enumerate(at_start):
         assert check.agrees(f"server {number}", difference)
@@ -71,20 +69,14 @@ def test_a_difference_that_is_rounding(dtype: str, at_start: list[float], allowe
     assert check.allowed("server 0") == pytest.approx(allowed), "only the start sets it"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most"), [("float32", "0.001"), ("bfloat16", "0.5"), ("float16", "0.5")]
-)
-def test_the_first_difference_may_already_be_too_large(dtype: str, most: str) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [("float32", "0.001"), ("bfloat16", "0.5")])
+def test_first_difference_too_large(dtype: str, most: str) -> None:
     check = weight_check(dtype)
     assert check.agrees("server a", float(most))
     for too_large in (float(most) + 0.01, math.inf):
-        with pytest.raises(TrainingError) as error:
+        pattern = rf"server b and the trainer differ by {too_large:.3g} .* at most {most} is"
+        with pytest.raises(TrainingError, match=pattern):
             check.agrees("server b", too_large)
-        assert str(error.value) == (
-            f"server b and the trainer differ by {too_large:.3g} (mean difference of the "
-            f"log-probabilities of the same tokens) with the same weights, in {dtype}; at most "
-            f"{most} is rounding. Another model, or engine arguments that change what it computes?"
-        )
     assert "server b" not in check.measured
 
 
@@ -93,7 +85,6 @@ def test_the_first_difference_may_already_be_too_large(dtype: str, most: str) ->
     [
         ([[1, 2, 3], [4], [5, 6]], [[1, 2, 3], [5, 6]]),
         ([[7]], [[7, 7]]),
-        ([[1], [2]], [[1, 1]]),
         ([[i, i] for i in range(20)], [[i, i] for i in range(4)]),
         ([[*range(100), 0]], [[*range(77, 100), 0]]),
     ],
@@ -124,7 +115,7 @@ def test_the_fixed_tokens_of_images() -> None:
     assert fixed_rows([at_the_end], [9]) == as_scored([[1, 1]])
 
 
-def test_the_trainer_says_what_its_policy_says_now(model: PreTrainedModel) -> None:
+def test_trainer_logprobs_follow_the_policy(model: PreTrainedModel) -> None:
     prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate([[5, 6, 7, 8], [9, 10]])]
     recipe = Recipe(device="cpu")
     recipe.mixed_precision = "bf16"
@@ -174,34 +165,17 @@ def updates(fake: FakeVllm) -> int:
     return fake.calls.count("/finish_weight_update")
 
 
-def test_servers_that_agree(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
+def test_ignored_update_is_repeated(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     generator = watching(fakes, model)
-    for step in range(3):
-        metrics = generator.update_weights(model, step)
-        assert metrics["weights/check_difference"] < 1e-6
-        assert metrics["weights/check_seconds"] > 0
-        assert [updates(fake) for fake in fakes] == [step + 1] * 2
-        move(model)
-    assert list(generator.weight_check.measured) == [f"server {fake.url}" for fake in fakes]
-    generator.close()
-
-
-@pytest.mark.parametrize("deaf", [0, 1])
-def test_an_update_that_was_not_used_is_done_once_more(
-    fakes: list[FakeVllm], model: PreTrainedModel, deaf: int
-) -> None:
-    generator = watching(fakes, model)
-    generator.update_weights(model, 0)
+    assert generator.update_weights(model, 0)["weights/check_difference"] < 1e-6
     move(model)
-    fakes[deaf].deaf = 1
+    fakes[1].deaf = 1
     assert generator.update_weights(model, 1)["weights/check_difference"] < 1e-6
     assert [updates(fake) for fake in fakes] == [3, 3]
     generator.close()
 
 
-def test_an_update_that_is_not_used_stops_the_run(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
+def test_update_ignored_twice_stops_the_run(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     generator = watching(fakes, model)
     generator.update_weights(model, 0)
     before = toy_logprobs(dict(model.named_parameters()), [0, 0])[0]
@@ -209,20 +183,14 @@ def test_an_update_that_is_not_used_stops_the_run(
     moved = before - toy_logprobs(dict(model.named_parameters()), [0, 0])[0]
     assert moved > 1e-2
     fakes[1].deaf = 9
-    with pytest.raises(TrainingError) as error:
+    pattern = rf"{fakes[1].url} does not compute with the weights of step 1: .* by {moved:.3g} .*"
+    with pytest.raises(TrainingError, match=rf"{pattern}at most 5e-05 is rounding\. .* twice"):
         generator.update_weights(model, 1)
-    assert str(error.value) == (
-        f"server {fakes[1].url} does not compute with the weights of step 1: the log-probabilities "
-        f"of the same tokens differ by {moved:.3g} in the mean, at most 5e-05 is rounding. It was "
-        "sent them twice."
-    )
     assert [updates(fake) for fake in fakes] == [3, 3]
     generator.close()
 
 
-def test_a_server_that_dies_under_the_weight_check_is_left_out(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
+def test_server_dies_in_weight_check(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
     generator = watching(fakes, model)
     generator.update_weights(model, 0)
     fakes[0].score = lambda ids: fakes[0].die()  # type: ignore[return-value, func-returns-value]
@@ -236,16 +204,7 @@ def test_a_server_that_dies_under_the_weight_check_is_left_out(
     generator.close()
 
 
-def test_the_weight_check_knows_the_narrower_type_of_the_servers(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    fakes[1].state["dtype"] = "bfloat16"
-    assert watching(fakes, model).weight_check.dtype == "bfloat16"
-    fakes[1].state["dtype"] = "float32"
-    assert watching(fakes, model).weight_check.dtype == "float32"
-
-
-def test_a_server_that_comes_back_in_a_narrower_type_is_left_out(
+def test_server_back_in_a_narrower_dtype(
     fakes: list[FakeVllm], model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generator = watching(fakes, model)
@@ -266,20 +225,14 @@ def test_a_server_that_comes_back_in_a_narrower_type_is_left_out(
     ("limit", "found", "stops"),
     [(1.0, 1.0, False), (1.0, 1.25, True), (0.5, 0.75, True), (None, 9.0, False)],
 )
-def test_a_sampler_that_is_another_policy_stops_the_run(
-    limit: float | None, found: float, stops: bool
-) -> None:
+def test_large_sampler_difference(limit: float | None, found: float, stops: bool) -> None:
     config = Generation(max_logp_difference=limit)
     if not stops:
         check_sampler(config, found, 4)
         return
-    with pytest.raises(TrainingError) as error:
+    pattern = rf"step 5: .* by {found} in the mean, more than .*max_logp_difference = {limit:g}; st"
+    with pytest.raises(TrainingError, match=pattern):
         check_sampler(config, found, 4)
-    assert str(error.value) == (
-        f"step 5: the sampler's log-probabilities differ from the trainer's by {found} in the "
-        f"mean, more than generation.max_logp_difference = {limit:g}; stopped before the optimizer "
-        "step."
-    )
     config = dataclasses.replace(config, top_k=3, presence_penalty=0.5)
     with pytest.raises(TrainingError, match=r"step\. presence_penalty, top_k \(of generation\)"):
         check_sampler(config, found, 4)
@@ -316,7 +269,7 @@ def measured(
 LN2 = math.log(2)
 
 
-def test_how_far_the_sampler_is_from_the_policy() -> None:
+def test_sampler_metrics_by_hand() -> None:
     """The trainer holds a token for four times as likely, one for half, one for the same."""
     sampler = [[-2.0, -1.0], [-1.0, -7.0]]
     old = [[-2.0 + 2 * LN2, -1.0 - LN2], [-1.0, -3.0]]
@@ -331,7 +284,7 @@ def test_how_far_the_sampler_is_from_the_policy() -> None:
     assert not {"sampling/weight", "sampling/weight_squared"} & found.keys()
 
 
-def test_one_wild_token_does_not_overflow() -> None:
+def test_large_differences_do_not_overflow() -> None:
     found = measured(Loss(), [[-1.0, -1.0]], [[-1.0, -1.0]], [[-900.0, -1.0]], dtype=torch.float32)
     assert all(math.isfinite(value) for value in found.values())
     assert found["sampling/effective_sample_size"] == pytest.approx(0.5)

@@ -5,7 +5,7 @@ vLLM's own ways (nccl, ipc) need a GPU.
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_cli.generation.vllm import gloo_wire, weight_transfer
+from grpo_cli.generation.vllm import weight_transfer
 from grpo_cli.generation.vllm.client import Server, ServerLost
 from grpo_cli.generation.vllm.weight_transfer import Link, connect, send
 from grpo_cli.generation.vllm.weights import WeightInfo, Weights, buckets, flattened, unflattened
-from tests.fake_vllm import FakeVllm, Refused, serving
+from tests.fake_vllm import FakeVllm, serving
 
 LIMIT = 2**20
 RUN = "run"  # whose weights they are
@@ -83,18 +83,13 @@ HALF = torch.bfloat16
 @pytest.mark.parametrize(
     ("infos", "cut"),
     [
-        ([], []),
-        ([info("a", 4)], ["a"]),
         ([info("a", 2), info("b", 2)], ["ab"]),  # 8 + 8 bytes fill 16
-        ([info("a", 2), info("b", 3)], ["a", "b"]),
         ([info("a", 1), info("b", 1), info("c", 3), info("d", 1)], ["ab", "cd"]),
-        ([info("a", 9)], ["a"]),
         ([info("a", 1), info("b", 9), info("c", 1)], ["a", "b", "c"]),
         ([info("a", 4, HALF), info("b", 4, HALF), info("c", 1, HALF)], ["ab", "c"]),
         ([info("a", 1), info("b", 1, HALF), info("c", 1)], ["a", "b", "c"]),
         ([info("a", 1), WeightInfo("b", (), torch.float32), WeightInfo("c", (2, 1), HALF)],
          ["ab", "c"]),
-        ([info("a", 0), info("b", 4)], ["ab"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -102,8 +97,8 @@ def test_buckets_of_sixteen_bytes(infos: list[WeightInfo], cut: list[str]) -> No
     assert ["".join(i.name for i in b) for b in buckets(infos, 16)] == cut
 
 
-@pytest.mark.parametrize("limit", [1, 60, 9000, 2**21, 2**30])
-def test_what_is_flattened_is_found_again(limit: int) -> None:
+@pytest.mark.parametrize("limit", [60, 2**21])
+def test_flattened_weights_round_trip(limit: int) -> None:
     model = MixedTypes()
     passing, found = iter(Weights(model)), {}
     for bucket in buckets(Weights(model).infos(), limit):
@@ -118,23 +113,16 @@ def test_what_is_flattened_is_found_again(limit: int) -> None:
     "came",
     [
         ("b", torch.zeros(2)),
-        ("a", torch.zeros(3)),
-        ("a", torch.zeros(1, 2)),
         ("a", torch.zeros(2, dtype=HALF)),
     ],
-    ids=["another", "longer", "another shape", "another dtype"],
+    ids=["another", "another dtype"],
 )
-def test_a_weight_that_was_not_due_is_refused(came: tuple[str, Tensor]) -> None:
+def test_unexpected_weight_is_refused(came: tuple[str, Tensor]) -> None:
     with pytest.raises(ValueError, match=rf"^{came[0]} was to be WeightInfo\(name='a', shape=\(2,"):
         flattened(iter([came]), [info("a", 2)])
 
 
 # The wire.
-
-
-def test_the_address_on_the_way_to_another() -> None:
-    assert gloo_wire.local_address("127.0.0.1", 0) == "127.0.0.1"
-    assert gloo_wire.local_address("localhost", 8000) == "127.0.0.1"
 
 
 # Links.
@@ -160,13 +148,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts weights into buckets of 1 MiB, and waits for nothing for long."""
     monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 2**20)
     monkeypatch.setattr(Link, "timeout", 30.0)
-
-
-def refuse(status: int, message: str) -> Callable[[], None]:
-    def act() -> None:
-        raise Refused(status, message)
-
-    return act
 
 
 BY_GLOO = [
@@ -199,9 +180,7 @@ def test_every_weight_arrives_on_every_worker_of_every_server(
         link.close()
 
 
-def test_servers_are_told_how_to_wait_for_what_is_under_way(
-    fakes: list[FakeVllm], tmp_path: Path
-) -> None:
+def test_servers_finish_or_keep_requests(fakes: list[FakeVllm], tmp_path: Path) -> None:
     links = linked(fakes, "gloo", tmp_path)
     send(links, Weights(MixedTypes()), "v", "wait")
     assert [fake.calls.count("/reset_prefix_cache") for fake in fakes] == [1, 1]
@@ -213,15 +192,11 @@ def test_servers_are_told_how_to_wait_for_what_is_under_way(
 @pytest.mark.parametrize(
     ("transfer", "call"),
     [
-        ("gloo", "/pause"),
         ("gloo", "/finish_weight_update"),
-        ("gloo", "/resume"),
         ("disk", "grpo_load"),
     ],
 )
-def test_a_server_that_fails_drops_out_and_the_others_go_on(
-    fakes: list[FakeVllm], tmp_path: Path, transfer: str, call: str
-) -> None:
+def test_failed_server(fakes: list[FakeVllm], tmp_path: Path, transfer: str, call: str) -> None:
     model = MixedTypes()
     links = linked(fakes, transfer, tmp_path)
     bad, good = fakes
@@ -236,7 +211,7 @@ def test_a_server_that_fails_drops_out_and_the_others_go_on(
     assert (good.version, good.paused) == ("v", False)
 
 
-def test_a_cache_that_was_not_reset_is_a_failure(fakes: list[FakeVllm], tmp_path: Path) -> None:
+def test_failed_cache_reset(fakes: list[FakeVllm], tmp_path: Path) -> None:
     fakes[1].faults["/reset_prefix_cache"] = lambda: {"success": False}
     lost = send(linked(fakes, "disk", tmp_path), Weights(nn.Linear(2, 1)), "v", "wait")
     assert list(lost) == [fakes[1].url]
@@ -244,7 +219,7 @@ def test_a_cache_that_was_not_reset_is_a_failure(fakes: list[FakeVllm], tmp_path
 
 
 @pytest.mark.programs
-def test_a_server_that_does_not_receive_is_waited_for_until_the_deadline(
+def test_transfer_deadline(
     fakes: list[FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Link, "timeout", 1.5)
@@ -258,9 +233,7 @@ def test_a_server_that_does_not_receive_is_waited_for_until_the_deadline(
     assert_bit_equal(good.held[0], model)
 
 
-def test_a_model_that_changes_its_order_in_the_middle_is_refused(
-    fakes: list[FakeVllm], tmp_path: Path
-) -> None:
+def test_changed_order_of_weights_is_refused(fakes: list[FakeVllm], tmp_path: Path) -> None:
     class Turning(Weights):
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return iter([*super().__iter__()][::-1])
@@ -285,12 +258,10 @@ def refused(fake: FakeVllm, transfer: str, folder: Path) -> str:
     ("recipe", "server", "gpu", "why"),
     [
         ("gloo", "nccl", True, "it was started with transfer=nccl, and the run has gloo"),
-        ("ipc", "nccl", True, "it was started with transfer=nccl, and the run has ipc"),
-        ("auto", "nccl", False, "it was started with transfer=nccl, and the trainer has no GPU"),
         ("auto", "ipc", False, "it was started with transfer=ipc, and the trainer has no GPU"),
     ],
 )
-def test_recipe_and_server_must_agree_on_the_way(
+def test_recipe_and_server_must_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
@@ -305,9 +276,7 @@ def test_recipe_and_server_must_agree_on_the_way(
         assert refused(fake, recipe, tmp_path) == expected
 
 
-def test_memory_is_handed_to_a_server_of_one_gpu_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ipc_needs_a_server_of_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fake = FakeVllm({}, transfer="ipc", workers=2)
     with serving(fake):
@@ -319,11 +288,10 @@ def test_memory_is_handed_to_a_server_of_one_gpu_alone(
     ("recipe", "server", "kind"),
     [
         ("auto", "gloo", "GlooLink"),
-        ("gloo", "gloo", "GlooLink"),
         ("disk", "nccl", "DiskLink"),  # any server can read a folder
     ],
 )
-def test_the_way_that_is_taken(tmp_path: Path, recipe: str, server: str, kind: str) -> None:
+def test_chosen_transfer(tmp_path: Path, recipe: str, server: str, kind: str) -> None:
     fake = FakeVllm({}, transfer=server)
     with serving(fake):
         (link,) = linked([fake], recipe, tmp_path)
@@ -334,16 +302,12 @@ def test_the_way_that_is_taken(tmp_path: Path, recipe: str, server: str, kind: s
 @pytest.mark.parametrize(
     ("happens", "why"),
     [
-        (
-            lambda fake: fake.hang,
-            r"(weight transfer failed: its workers did not come|/init\S+ failed: no answer)",
-        ),
         (lambda fake: lambda: {}, r"weight transfer failed: its workers did not come \("),
         (lambda fake: fake.fail, r"/init_weight_transfer_engine failed: answered 500: EngineCore"),
     ],
-    ids=["hangs", "answers and does not join", "500"],
+    ids=["answers and does not join", "500"],
 )
-def test_workers_that_do_not_come(
+def test_missing_workers(
     fakes: list[FakeVllm],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -356,27 +320,13 @@ def test_workers_that_do_not_come(
     assert re.match(f"server {fakes[0].url}: {why}", said)
 
 
-def test_workers_are_told_where_to_meet_the_trainer(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    server = Server(fakes[1].url, key=fakes[1].key)
-    server.greet({})
-    link = connect(server, "gloo", RUN, tmp_path)
-    (told,) = fakes[1].inits
-    assert told.pop("port") > 0
-    assert told == {
-        "address": "127.0.0.1", "size": 3, "timeout": 30.0, "bucket_bytes": 2**20,
-    }  # fmt: skip
-    link.close()
-
-
-def test_a_folder_that_a_server_cannot_read(fakes: list[FakeVllm], tmp_path: Path) -> None:
+def test_unreadable_folder(fakes: list[FakeVllm], tmp_path: Path) -> None:
     fakes[0].reads = False
     said = refused(fakes[0], "disk", tmp_path / "weights")
     assert f"cannot read {tmp_path}/weights, where transfer=disk writes the weights; give" in said
 
 
-def test_a_folder_holds_the_newest_weights_of_one_server(
-    fakes: list[FakeVllm], tmp_path: Path
-) -> None:
+def test_folder_holds_the_newest_weights(fakes: list[FakeVllm], tmp_path: Path) -> None:
     left_over = tmp_path / "server-1" / "old.safetensors"
     left_over.parent.mkdir()
     left_over.write_bytes(b"")
@@ -396,20 +346,7 @@ def test_a_folder_holds_the_newest_weights_of_one_server(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("http://node1:8000", ("node1", 8000)),
-        ("http://node1", ("node1", 80)),
-        ("https://node1", ("node1", 443)),
-        ("http://[::1]:8000", ("::1", 8000)),
-    ],
-)
-def test_address_of_a_server(url: str, expected: tuple[str, int]) -> None:
-    assert weight_transfer.address_of(url) == expected
-
-
-def test_what_cannot_be_broken_off_ends_the_process_with_a_message(
+def test_deadline_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []

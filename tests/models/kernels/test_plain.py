@@ -12,15 +12,17 @@ from tests.models.kernels.layouts import DTYPES, GROUPS, KERNELS, assert_same, m
 
 @KERNELS
 @DTYPES
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("name", GROUPS)
-def test_by_parts_is_one_softmax(
+@pytest.mark.parametrize(
+    ("name", "heads", "key_heads"),
+    [*((name, 4, 2) for name in GROUPS), ("uneven", 4, 4), ("both", 6, 1)],
+)
+def test_plain_kernel_matches_softmax(
     name: str, heads: int, key_heads: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     assert_same(GROUPS[name], heads, key_heads, dtype, tolerance)
 
 
-def test_buckets_with_and_without_padding_are_among_the_cases() -> None:
+def test_buckets() -> None:
     buckets = {name: make_layout(groups).buckets for name, groups in GROUPS.items()}
     assert [b.padding is None for b in buckets["even"]] == [True, True]
     (own, prompt) = buckets["one group"]

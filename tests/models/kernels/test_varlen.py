@@ -36,9 +36,7 @@ def kernels(calls: Calls) -> dict[str, Varlen]:
 @DTYPES
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("kernel", kernels(Calls()))
-def test_each_kernel_gives_one_softmax(
-    kernel: str, name: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_match_softmax(kernel: str, name: str, dtype: torch.dtype, tolerance: float) -> None:
     calls = Calls()
     assert_same(GROUPS[name], 4, 2, dtype, tolerance, kernels(calls)[kernel])
     parts = 2 if any(completions for _, completions in GROUPS[name]) else 1
@@ -56,7 +54,7 @@ def names(op: Any) -> tuple[list[str], list[str]]:
     return placed, [a.name for a in arguments if a.kwarg_only]
 
 
-def test_cudas_kernels_take_what_they_are_given() -> None:
+def test_arguments_of_the_cuda_operators() -> None:
     offsets = ["cum_seq_q", "cum_seq_k", "max_q", "max_k"]
     placed, named = names(torch.ops.aten._flash_attention_forward)
     forward = ["query", "key", "value", *offsets, "dropout_p", "is_causal", "return_debug_mask"]
@@ -76,7 +74,7 @@ def test_cudas_kernels_take_what_they_are_given() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [Varlen, RepeatedVarlen])
 @pytest.mark.parametrize("name", GROUPS)
-def test_cudas_kernels_give_what_buckets_give(name: str, kernel: type[Varlen]) -> None:
+def test_cuda_kernels_match_plain(name: str, kernel: type[Varlen]) -> None:
     inputs, grad = make_heads(GROUPS[name], 4, 2, torch.bfloat16)
     q, k, v, grad = (t.cuda().repeat(1, 1, 8) for t in (*inputs, grad))  # heads of 64
     found = []

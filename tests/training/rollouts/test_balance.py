@@ -41,11 +41,8 @@ def best_possible(works: Sequence[float], size: int) -> float:
         ([5, 5, 5, 5], 2, [[0, 2], [1, 3]]),  # equals are dealt in turn
         ([1, 9, 1, 1], 2, [[1], [0, 2, 3]]),  # one takes longer than all the others
         ([9, 1, 1, 1, 1, 1, 1], 3, [[0], [1, 3, 5], [2, 4, 6]]),
-        ([4, 2], 1, [[0, 1]]),
         ([4, 2], 3, [[0], [1], []]),  # more processes than groups
-        ([0, 0, 0, 0], 2, [[0, 2], [1, 3]]),  # nothing to do is dealt all the same
         ([3, 0, 0], 2, [[0], [1, 2]]),
-        ([], 2, [[], []]),
     ],
 )
 def test_split_balanced(works: list[float], size: int, expected: list[list[int]]) -> None:
@@ -53,7 +50,7 @@ def test_split_balanced(works: list[float], size: int, expected: list[list[int]]
 
 
 @table("dice", CASES)
-def test_divided_has_everything_once_and_is_close_to_the_best(dice: random.Random) -> None:
+def test_split_is_complete_and_balanced(dice: random.Random) -> None:
     size = dice.randint(1, 3)
     works = [float(dice.randint(0, 20)) for _ in range(dice.randint(0, 7))]
     parts = split_balanced(works, size)
@@ -71,22 +68,16 @@ def test_divided_has_everything_once_and_is_close_to_the_best(dice: random.Rando
         ({0: 0, 1: 0, 2: 0, 3: 1}, {0: 4, 1: 5, 2: 3, 3: 2}, 2, {1: 1}),
         # 9 | 3: three at once or two and one; one move is enough
         ({0: 0, 1: 0, 2: 0, 3: 1}, {0: 3, 1: 3, 2: 3, 3: 3}, 2, {0: 1}),
-        ({0: 1, 1: 1}, {0: 2, 1: 2}, 2, {0: 0}),  # to an idle process, of equals the first
         ({0: 0, 1: 1}, {0: 10, 1: 1}, 2, {}),  # the larger alone: nothing can be taken off it
         ({0: 0, 1: 0, 2: 1}, {0: 100, 1: 3, 2: 98}, 2, {}),  # 2.5 % over the mean is left
         # 4 % is not: the 4 halves the difference of 8, and ends it
         ({0: 0, 1: 0, 2: 1}, {0: 100, 1: 4, 2: 96}, 2, {1: 1}),
-        # 12 | 0 | 0: the 5 is nearest to the half of 12, then of 3 and 4 the first to that of 7
-        ({0: 0, 1: 0, 2: 0}, {0: 3, 1: 4, 2: 5}, 3, {2: 1, 0: 2}),
         # 13 | 13 | 6 -> 11 | 13 | 8 -> 11 | 9 | 12 -> 11 | 11 | 10: what has moved moves on
         ({0: 1, 1: 1, 2: 2, 3: 0, 4: 0}, {0: 9, 1: 4, 2: 6, 3: 2, 4: 11}, 3, {3: 1, 1: 2}),
         # of equals the first, whatever order they are in (a set has 8 before 0)
         ({8: 0, 0: 0}, {8: 2, 0: 2}, 2, {0: 1}),
-        ({0: 0, 1: 0, 2: 1, 3: 1}, {0: 5, 1: 5, 2: 5, 3: 5}, 3, {0: 2}),
         ({0: 0, 1: 0}, {0: 0, 1: 0}, 2, {}),  # nothing to do
         ({0: 0, 1: 0}, {0: 7, 1: 1}, 1, {}),  # nobody to give it to
-        ({0: 2}, {0: 7}, 4, {}),  # one group is with whom it is with
-        ({}, {}, 2, {}),
     ],
 )
 def test_moves(
@@ -116,7 +107,7 @@ def test_moves_only_make_it_better(dice: random.Random) -> None:
 
 
 @table("dice", CASES)
-def test_moves_end_where_no_single_one_would_help(dice: random.Random) -> None:
+def test_no_single_move_would_help(dice: random.Random) -> None:
     owners, works, size = some_step(dice)
     owners |= moves(owners, works, size)
     sums = sums_of(owners, works, size)
@@ -140,13 +131,6 @@ def test_every_process_finds_the_same_moves() -> None:
     assert moves(owners | found, works, size) == {}, "nothing is left to move"
 
 
-def test_few_groups_move() -> None:
-    # 16 each but for one with 20 and one with 12: one group of 4, out of 16 groups.
-    owners = {p: p // 4 for p in range(16)} | {16: 0}
-    works = dict.fromkeys(owners, 4.0) | {15: 0.0}
-    assert moves(owners, works, 4) == {0: 3}
-
-
 @pytest.mark.parametrize(
     ("changes", "entropy_coef", "works"),
     [
@@ -155,9 +139,7 @@ def test_few_groups_move() -> None:
         ({}, 0.01, [11.0, 11.0]),
     ],
 )
-def test_a_group_of_equals_is_work_where_it_has_a_gradient(
-    changes: dict[str, str], entropy_coef: float, works: list[float]
-) -> None:
+def test_work_of_groups(changes: dict[str, str], entropy_coef: float, works: list[float]) -> None:
     recipe = Recipe()
     recipe.loss = dataclasses.replace(recipe.loss, **changes)  # type: ignore[arg-type]
     bonus = SimpleNamespace(value=lambda loss: entropy_coef)

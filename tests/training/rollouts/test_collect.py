@@ -28,13 +28,13 @@ def check(failures: int, limit: float, reason: str = "env_error") -> None:
     check_environments(recipe, outcomes(failures, reason=reason), 4)
 
 
-def test_a_share_up_to_the_limit_is_tolerated() -> None:
+def test_failures_within_the_limit() -> None:
     check(0, 0.0)
     check(2, 0.25)
     check(8, 1.0)
 
 
-def test_a_larger_share_ends_the_run_with_the_last_error() -> None:
+def test_failures_above_the_limit() -> None:
     said = (
         "step 5: the environments of 3 of 8 rollouts failed, more than "
         r"environment.max_failed_share = 0.25; the last error: error 2"
@@ -45,7 +45,7 @@ def test_a_larger_share_ends_the_run_with_the_last_error() -> None:
         check(1, 0.0, reason="env_timeout")
 
 
-def test_a_reward_of_a_name_that_no_environment_gives() -> None:
+def test_unknown_environment_reward() -> None:
     rollouts = [make_episode(env_rewards=r) for r in ({}, {"Guess": 1.0, "style": 0.5})]
     sampled = dict(rollout_stats([make_group(0, rollouts)]))
     said: list[str] = []

@@ -68,7 +68,7 @@ def returns_tokens(prompts: Any, trainer: Any) -> None: ...
 
 
 @pytest.mark.runs
-def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
+def test_run_with_credit_for_turns(tmp_path: Path) -> None:
     live = built(
         tmp_path,
         steps=2,

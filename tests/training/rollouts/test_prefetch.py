@@ -7,12 +7,11 @@ import copy
 import math
 import re
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel
 from grpo_cli import cli, train
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.checkpointer import load_state
-from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.embedded.generator import TransformersGenerator
@@ -30,18 +28,14 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
-from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import resume, run
 from grpo_cli.training.rollouts import prefetch
-from grpo_cli.training.rollouts.collect import collect, use_samplers_logprobs
+from grpo_cli.training.rollouts.collect import use_samplers_logprobs
 from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
-from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.step import Step
 from tests.conftest import as_prompts, make_group, make_rollout
 from tests.fake_vllm import Drawn, FakeVllm, Process, serving
 from tests.training.test_train import built, metrics, weights
-
-CPU = torch.device("cpu")
 
 
 def groups_at(*positions: int) -> list[Group]:
@@ -51,7 +45,7 @@ def groups_at(*positions: int) -> list[Group]:
 # A batch.
 
 
-def test_groups_are_handed_over_once_while_others_are_still_being_sampled() -> None:
+def test_groups_are_handed_over_while_sampling() -> None:
     first, second = groups_at(3, 4)
     taken, go_on = threading.Event(), threading.Event()
 
@@ -74,17 +68,8 @@ def test_groups_are_handed_over_once_while_others_are_still_being_sampled() -> N
     assert batch.seconds > 0
 
 
-@pytest.mark.parametrize("look_first", [False, True])
-def test_groups_that_arrived_before_they_are_taken(look_first: bool) -> None:
-    groups = groups_at(3, 4)
-    batch = PrefetchedGroups(nullcontext(iter(groups)))
-    if look_first:
-        assert batch.groups() == groups
-    assert list(batch.take()) == groups
-
-
-@pytest.mark.parametrize("error", [TrainingError("no server is left", alone=True), KeyError("x")])
-def test_what_sampling_raised_comes_out_where_the_batch_is_taken(error: Exception) -> None:
+def test_sampling_error_is_raised_by_take() -> None:
+    error = TrainingError("no server is left", alone=True)
     (group,) = groups_at(3)
 
     def sample() -> Iterator[Group]:
@@ -104,7 +89,7 @@ def test_what_sampling_raised_comes_out_where_the_batch_is_taken(error: Exceptio
 # What is measured of it, and what it is trained on with.
 
 
-def test_a_run_leaves_what_is_still_being_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "POLL_SECONDS", 0.01)
     beats, go_on = 0, threading.Event()
 
@@ -142,26 +127,23 @@ def aged(*sampled_at: int | None) -> list[Rollout]:
     [
         (aged(7, 7, 5, 6), 3 / 4, 2),
         (aged(7, None, 4), 3 / 2, 3),  # of an engine that does not say
-        (aged(None), 0, 0),
         ([], 0, 0),
     ],
-    ids=["all", "some", "none", "nothing"],
+    ids=["all", "some", "nothing"],
 )
-def test_how_old_completions_are(rollouts: list[Rollout], mean: float, most: float) -> None:
+def test_staleness_metrics(rollouts: list[Rollout], mean: float, most: float) -> None:
     found = staleness_metrics(rollouts, 7, 1.0, math.nan, Process())
     assert found == {"staleness/mean": pytest.approx(mean), "staleness/max": most}
 
 
-@pytest.mark.parametrize(("waited", "gained"), [(1.0, 2.0), (3.0, 0.0), (4.0, 0.0)])
-def test_what_beginning_ahead_has_gained(waited: float, gained: float) -> None:
+@pytest.mark.parametrize(("waited", "gained"), [(1.0, 2.0), (4.0, 0.0)])
+def test_overlap_metrics(waited: float, gained: float) -> None:
     found = staleness_metrics(aged(7), 7, waited, 3.0, Process())
     assert (found["overlap/sampled"], found["overlap/gained"]) == (3.0, gained)
 
 
-@pytest.mark.parametrize(("sampled_at", "kept"), [(6, True), (0, True), (7, False), (None, False)])
-def test_the_samplers_log_probabilities_are_the_old_ones_of_an_earlier_policy(
-    sampled_at: int | None, kept: bool
-) -> None:
+@pytest.mark.parametrize(("sampled_at", "kept"), [(6, True), (7, False), (None, False)])
+def test_old_logprobs_of_an_earlier_policy(sampled_at: int | None, kept: bool) -> None:
     (rollout,) = aged(sampled_at)
     use_samplers_logprobs(rollout, 7)
     assert (rollout.old_logprobs is not None) == kept
@@ -283,7 +265,7 @@ def save(live: run.Run) -> None:
 
 
 @pytest.mark.runs
-def test_servers_draw_what_the_embedded_engine_draws(tmp_path: Path, fakes: list[FakeVllm]) -> None:
+def test_servers_match_the_embedded_engine(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     changes = {"steps": 2, **serve(fakes)}
     served, drawn = trained(tmp_path / "served", **changes)
     changes = {"steps": 2, "optimizer__learning_rate": 5e-3}
@@ -301,10 +283,8 @@ def test_servers_draw_what_the_embedded_engine_draws(tmp_path: Path, fakes: list
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("overlap", "ages"), [(1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])])
-def test_completions_are_as_old_as_the_recipe_allows(
-    tmp_path: Path, fakes: list[FakeVllm], overlap: int, ages: list[int]
-) -> None:
+def test_completions_are_as_old_as_the_recipe_allows(tmp_path: Path, fakes: list[FakeVllm]) -> None:
+    overlap, ages = 2, [0, 1, 2, 2]
     live, drawn = trained(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=overlap))
     found = metrics(live)
     assert [m["staleness/max"] for m in found] == [m["staleness/mean"] for m in found] == ages
@@ -347,9 +327,7 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, fakes: list[FakeVllm]) 
 
 
 @pytest.mark.runs
-def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
-    tmp_path: Path, fakes: list[FakeVllm]
-) -> None:
+def test_stopped_run_does_not_wait(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     """Of steps 2 and 3, the first is done; the other is sampled anew, from the same place."""
     changes = {
         "steps": 4,
@@ -386,9 +364,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
 
 
 @pytest.mark.runs
-def test_a_batch_that_failed_is_no_reason_to_lose_a_checkpoint(
-    tmp_path: Path, fakes: list[FakeVllm]
-) -> None:
+def test_failed_batch_does_not_fail_the_checkpoint(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     live = built(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=2))
 
     def fails() -> Iterator[Group]:
@@ -423,6 +399,12 @@ def going_on(halted: tuple[Path, FakeVllm], **changes: Any) -> run.Run:
     return live
 
 
+@pytest.fixture(scope="module")
+def resumed(halted: tuple[Path, FakeVllm]) -> run.Run:
+    """A run whose prefetched groups a test replaces."""
+    return going_on(halted)
+
+
 Parts = list[list[dict[str, Any]]]
 
 
@@ -432,7 +414,7 @@ def begun(live: run.Run) -> list[Parts]:
     return found
 
 
-def test_a_checkpoint_keeps_what_was_begun(halted: tuple[Path, FakeVllm]) -> None:
+def test_checkpoint_keeps_prefetched_groups(halted: tuple[Path, FakeVllm]) -> None:
     live = going_on(halted)
     assert [[[entry["position"] for entry in own] for own in parts] for parts in begun(live)] == [
         [list(range(6, 12))],
@@ -451,17 +433,8 @@ def test_a_checkpoint_keeps_what_was_begun(halted: tuple[Path, FakeVllm]) -> Non
     } == {0}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"generation__temperature": 0.9},
-        {"prompts_per_step": 5},
-    ],
-    ids=str,
-)
-def test_what_another_recipe_has_begun_is_sampled_anew(
-    halted: tuple[Path, FakeVllm], changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_recipe(halted: tuple[Path, FakeVllm], capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"generation__temperature": 0.9}
     live = going_on(halted, **changes)
     assert list(live.queue.prefetched) == []
     assert live.queue.position == 6
@@ -469,17 +442,10 @@ def test_what_another_recipe_has_begun_is_sampled_anew(
     assert "prefetched completions are of another recipe: sampled again" in said
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"generation__max_num_seqs": 4},
-        {"optimizer__learning_rate": 1e-4, "reward": {"length": {}}},
-    ],
-    ids=str,
-)
-def test_what_does_not_bear_on_completions_leaves_them_alone(
-    halted: tuple[Path, FakeVllm], changes: dict[str, Any]
+def test_unrelated_changes_keep_completions(
+    halted: tuple[Path, FakeVllm],
 ) -> None:
+    changes = {"generation__max_num_seqs": 4, "reward": {"length": {}}}
     live = going_on(halted, **changes)
     assert [len(b.groups()) for b in live.queue.prefetched] == [6, 6]
     assert live.queue.position == 18
@@ -495,21 +461,19 @@ def one_of(rank: int, size: int, there: float) -> Any:
     [
         ([6], [[6, 8, 10], [7, 9, 11]]),  # one process then: they take turns
         ([2, 4], [[6, 7], [8, 9, 10, 11]]),  # as many as now: each has its own again
-        ([0, 6], [[], [6, 7, 8, 9, 10, 11]]),
-        ([3, 1, 2], [[6, 8, 10], [7, 9, 11]]),
     ],
     ids=str,
 )
-def test_each_process_goes_on_with_its_own_share(
-    halted: tuple[Path, FakeVllm], had: list[int], expected: list[list[int]]
+def test_prefetched_groups_are_divided(
+    resumed: run.Run, had: list[int], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = going_on(halted)
+    live = resumed
     saved = [split(parts[0], had) for parts in begun(live)]
     if len(had) != 2:
         saved = [parts[::-1] for parts in saved]  # turns are taken in the order of positions
     for rank in (0, 1):
         live.queue.prefetched.clear()
-        live.workers = one_of(rank, 2, 6.0)
+        monkeypatch.setattr(live, "workers", one_of(rank, 2, 6.0))
         resume._restore_prefetched(live, saved)
         found = [[g.prompt_index for g in b.groups()] for b in live.queue.prefetched]
         assert found == [expected[rank], [p + 6 for p in expected[rank]]]
@@ -520,10 +484,8 @@ def split(entries: list[dict[str, Any]], numbers: list[int]) -> Parts:
     return [[next(left) for _ in range(number)] for number in numbers]
 
 
-def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
-    halted: tuple[Path, FakeVllm],
-) -> None:
-    live = going_on(halted)
+def test_complete_batches_are_kept(resumed: run.Run) -> None:
+    live = resumed
     saved = begun(live)
     saved[1][0][3]["prompt_ids"] = [1, 2, 3]  # its row is another one now
     live.queue.prefetched.clear()
@@ -534,44 +496,8 @@ def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
     assert live.queue.position == 12
 
 
-@pytest.mark.parametrize(
-    ("prefetch_steps", "steps", "step", "number"),
-    [(2, 9, 0, 2), (2, 9, 5, 2), (2, 9, 7, 1), (2, 9, 8, 0), (0, 9, 0, 0)],
-)
-def test_as_many_steps_are_begun_as_there_are(
-    prefetch_steps: int, steps: int, step: int, number: int
-) -> None:
-    recipe = Recipe(steps=steps, prompts_per_step=6)
-    asked: list[int] = []
-
-    def sample(recipe: Recipe, number: int) -> Any:
-        asked.append(number)
-        return nullcontext(iter(()))
-
-    generator = SimpleNamespace(prefetch_steps=prefetch_steps)
-    queue = RolloutQueue(recipe, *[cast(Any, None)] * 2, cast(Any, generator), cast(Any, None))
-    queue.sample = sample  # type: ignore[method-assign]
-    for _ in range(2):  # no more while those wait
-        queue.prefetch(step)
-        assert asked == [6] * number == [6] * len(queue.prefetched)
-
-
-def test_a_batch_that_failed_stops_the_step_that_takes_it(halted: tuple[Path, FakeVllm]) -> None:
-    def sample() -> Iterator[Group]:
-        raise TrainingError("no server is left", alone=True)
-        yield
-
-    live = going_on(halted)
-    live.queue.prefetched = deque([PrefetchedGroups(nullcontext(sample()))])
-    with pytest.raises(TrainingError, match="no server is left") as error:
-        collect(live, live.recipe, Clock(CPU))
-    assert error.value.alone
-
-
 @pytest.mark.runs
-def test_a_prefetched_step_is_replayed_without_its_servers(
-    tmp_path: Path, fakes: list[FakeVllm]
-) -> None:
+def test_prefetched_step_is_replayed(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     live, _ = trained(
         tmp_path, log__keep_steps=[3], loss__beta=0.05, **serve(fakes, prefetch_steps=1)
     )
