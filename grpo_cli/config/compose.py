@@ -60,6 +60,11 @@ OPEN_KEYS = tuple(
     for sign in (".=" if key not in LISTED else ".")
     if str(f.type).startswith("dict")
 )
+# Options that stay options: Hydra's, and the switches of verbs. Any other one is a key.
+OPTIONS = (
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
+    "--info", "--config-dir", "--config-name", "--config-path", "--json", "--submit",
+)  # fmt: skip
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
@@ -91,9 +96,11 @@ def compose_and_call(
         UserError: no such recipe. Errors of `task`, Hydra and OmegaConf also propagate.
     """
     register_schema()
-    folder, name, rest = split_recipe(argv, default)
+    folder, name, rest = split_recipe(as_words(argv), default)
     options, overrides = split_options(rest)
     _check_choices(overrides)
+    if not {"-m", "--multirun"} & {*options}:
+        overrides = [as_text(word) for word in overrides]
     tree = _read(folder / f"{name}.yaml") if folder is not None else {}
     names_itself = bool(tree.get("recipe"))
     if only_this_file or (names_itself and is_stored(tree)):
@@ -329,11 +336,57 @@ def split_recipe(
     return folder, name, rest
 
 
+def as_words(argv: Iterable[str]) -> list[str]:
+    """Rewrites `--key value` and `--key=value` as key=value, and a recipe's file as recipe=FILE.
+
+    `--config FILE` is a recipe's file too. A switch needs no value.
+    """
+    switches = {key for key, f in schema.knobs() if f.type == "bool"} | {"trust"}
+    words: list[str] = []
+    given = list(argv)
+    while given:
+        word = given.pop(0)
+        name, equals, value = word.partition("=")
+        if words and words[-1] in VALUED_OPTIONS:  # a value of Hydra's option
+            words.append(word)
+        elif word.startswith("--") and name not in OPTIONS:
+            key = name[2:].replace("-", "_")
+            following = given[0] if given else "-"
+            if not equals and (key in switches or following.startswith("--")):
+                value = given.pop(0) if following in ("true", "false") else "true"
+            elif not equals:
+                value = given.pop(0) if given else ""
+            words.append(f"{'recipe' if key == 'config' else key}={value}")
+        elif word.endswith((".yaml", ".yml")) and not equals:
+            words.append(f"recipe={word}")
+        else:
+            words.append(word)
+    return words
+
+
+def as_text(override: str) -> str:
+    """Quotes an override's value for Hydra if its knob takes text; null stays null.
+
+    Hydra would refuse `~/data`, umlauts and equal signs, and take [a] for a list.
+    """
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+~")
+    fields = dict(schema.knobs())
+    entry = schema.entry_field(name)
+    f = fields.get(name) or (entry[0] if entry else fields.get(name.rpartition(".")[0]))
+    kind = str(f.type).removesuffix(" | None") if f else ""
+    is_text = kind == "str" if name in fields or entry else kind == "dict[str, str]"
+    if not (equals and is_text) or value == "null" or re.fullmatch(r"'.*'|\".*\"", value, re.S):
+        return override
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"{key}='{escaped}'"
+
+
 def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
     """Splits off options with their values; Hydra's parser wants the overrides in one stretch."""
     options: list[str] = []
     rest: list[str] = []
-    for argument in argv:
+    for argument in as_words(argv):
         is_value = bool(options) and options[-1] in VALUED_OPTIONS and "=" not in argument
         (options if argument.startswith("-") or is_value else rest).append(argument)
     return options, rest
