@@ -43,6 +43,7 @@ def main() -> None:
     threading.setprofile(note)
     sys.setprofile(note)
     words = ["train", "recipe=arithmetic_tiny", f"steps={STEP + 1}", "dataset.eval=null"]
+    words += ["eval.every=0"]
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
         sys.argv = ["grpo", *words, "eval.at_start=false", f"output_dir={folder}", "overwrite=true"]
