@@ -87,6 +87,9 @@ class Conversations:
         else:
             answer()
 
+    def _others_go_on(self) -> bool:
+        return any(left for n, left in enumerate(self.left) if n != self.held)
+
     def _next_turns(self) -> Request:
         with self.lock:
             taken, self.ready = sorted(self.ready), []

@@ -46,7 +46,7 @@ def test_a_section_and_entries(capsys: pytest.CaptureFixture[str]) -> None:
         "1e-06",
         f"recipes/math_qwen.yaml, line {place}",
     ]
-    assert by_key["optimizer.warmup_steps"][1] == "default"
+    assert by_key["optimizer.max_grad_norm"][1] == "default"
     assert by_key["reward.near.function"][0] == "mine:near"
     assert by_key["reward.near.weight"] == ["1.0", "default"]
     assert by_key["optimizer.schedule"][1].startswith("recipes/optimizer/adamw_cosine.yaml, line ")
@@ -72,7 +72,7 @@ def test_interpolations_and_secrets(
             ["loss.epsilon_hi"],
             "loss.epsilon_hi: there is no such key. Did you mean loss.epsilon_hig",
         ),
-        (["recipe=math_qwen", "max_steps"], "It is called steps here."),
+        (["recipe=math_qwen", "max_steps"], "It is called steps here: a step is"),
         (["recipe=nowhere", "steps"], "recipe = nowhere: there is no such recipe"),
         (["stepz=3", "steps"], "stepz: there is no such key"),
     ],

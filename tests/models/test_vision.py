@@ -20,6 +20,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.base import Request
 from grpo_cli.generation.embedded.cached_decoding import CachedDecoder
 from grpo_cli.generation.embedded.engine import Engine
 from grpo_cli.generation.embedded.generator import TransformersGenerator
@@ -268,12 +269,11 @@ def test_a_rollout_function_samples_with_the_images(tmp_path: Path) -> None:
     keys = "prompt_ids", "completion_ids", "logprobs"
 
     def run(function: Callable[..., Any]) -> list[Rollout]:
-        made: list[Rollout] = []
-        TrlRollouts("f", function, loaded.tokenizer, {2}, {}).sample(
-            generator, prompts, 2, Sampling(max_tokens=6), [0, 1, 2, 3],
-            lambda n, ps, cs: made.extend(Rollout(p, c, "") for p, c in zip(ps, cs, strict=True)),
-        )  # fmt: skip
-        return made
+        rollouts = TrlRollouts("f", function, loaded.tokenizer, {2}, {})
+        request = Request(prompts, 2, Sampling(max_tokens=6), [0, 1, 2, 3])
+        with rollouts.sample(generator, request) as groups:
+            pairs = [pair for _, own, group in groups for pair in zip(own, group, strict=True)]
+        return [Rollout(prompt, completion, "") for prompt, completion in pairs]
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
         outputs = trainer.generate(prompts)

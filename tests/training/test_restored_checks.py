@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.policy import Policy
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.training import resume
 from grpo_cli.training.run import Run
@@ -24,9 +25,10 @@ PROMPTS = as_prompts([[5, 6, 7], [8, 9]])
 
 def run_of(model: PreTrainedModel, said: list[str]) -> Run:
     """As much of a run as these checks need."""
+    policy = object.__new__(Policy)
+    policy.logprobs, policy.reference = PolicyLogprobs(model, say=said.append), None
     run = SimpleNamespace(
-        policy_logprobs=PolicyLogprobs(model, say=said.append),
-        reference=None,
+        policy=policy,
         generator=TransformersGenerator(model, [2], say=said.append),
         workers=SimpleNamespace(device=torch.device("cpu")),
         reporter=SimpleNamespace(say=said.append),

@@ -143,7 +143,8 @@ def test_work_of_groups(changes: dict[str, str], entropy_coef: float, works: lis
     recipe = Recipe()
     recipe.loss = dataclasses.replace(recipe.loss, **changes)  # type: ignore[arg-type]
     bonus = SimpleNamespace(value=lambda loss: entropy_coef)
-    run = SimpleNamespace(reference=None, entropy_bonus=bonus, router_coef=0.0)
+    policy = SimpleNamespace(reference=None, router_coef=0.0)
+    run = SimpleNamespace(policy=policy, entropy_bonus=bonus)
     groups = [
         [RolloutStats(value, value, {}, {}, 3, 4, False, False, 4) for value in values]
         for values in ((1.0, 1.0), (1.0, 0.0))
