@@ -11,7 +11,7 @@ from grpo_cli.config.schedules import at_step
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import FILE, Policy, ProbeResult, run_probe
+from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import show
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.policy import make_logprobs
@@ -76,13 +76,13 @@ def _probe(
     scorer, state = prepared.scorer, TrainerState(max_steps=recipe.steps)
     for line in scorer.descriptions:
         say(line)
-    policy = Policy(
+    parts = ProbeParts(
         recipe, workers, tokenizer, logprobs, generator, stream, scorer, episodes, state
     )
     bar = Bar(reporter.console, "probe", number)
     try:
         generator.update_weights(model, 0)
-        return run_probe(policy, number, samples, progress=bar.update)
+        return run_probe(parts, number, samples, progress=bar.update)
     finally:
         bar.close()
         generator.close()

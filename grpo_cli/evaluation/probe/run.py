@@ -54,7 +54,7 @@ FILE = "probe.json"
 
 
 @dataclass(frozen=True)
-class Policy:
+class ProbeParts:
     """The objects of a run that a probe samples and scores with."""
 
     recipe: Recipe
@@ -89,7 +89,7 @@ class ProbeResult:
 
 
 def run_probe(
-    policy: Policy,
+    parts: ProbeParts,
     prompts: int,
     samples: int,
     *,
@@ -103,36 +103,36 @@ def run_probe(
     Raises:
         TrainingError: the engine, a sandbox or the event loop of a reward failed.
     """
-    recipe = at_step(policy.recipe, 0)[0]
-    chosen = choose_prompts(recipe, policy.stream, prompts)
+    recipe = at_step(parts.recipe, 0)[0]
+    chosen = choose_prompts(recipe, parts.stream, prompts)
     with heartbeat.inside("probe"):
-        groups, session = sample_and_score(policy, recipe, chosen, samples, progress)
-        gathered = policy.workers.gather((groups, session.errors))
-        counts = metrics_of([session], policy.workers)
+        groups, session = sample_and_score(parts, recipe, chosen, samples, progress)
+        gathered = parts.workers.gather((groups, session.errors))
+        counts = metrics_of([session], parts.workers)
         every = [group for part, _ in gathered for group in part]
         every.sort(key=lambda g: g.prompt_index)
-        mismatch = find_mismatch(policy, recipe, spread(every, COMPARED))
+        mismatch = find_mismatch(parts, recipe, spread(every, COMPARED))
     errors = {name: text for _, own in reversed(gathered) for name, text in own.items()}
     measured = measure(recipe, every, samples, counts, errors, mismatch)
     return ProbeResult(measured, judge(recipe, measured), every)
 
 
 def sample_and_score(
-    policy: Policy,
+    parts: ProbeParts,
     recipe: Recipe,
     prompts: Sequence[tuple[int, Prompt]],
     samples: int,
     progress: Callable[[int, str], None],
 ) -> tuple[list[Group], ScoringSession]:
     """Returns this process's scored groups, and the session that has scored them."""
-    workers, groups = policy.workers, list[Group]()
-    session = policy.scorer.begin(policy.state)
+    workers, groups = parts.workers, list[Group]()
+    session = parts.scorer.begin(parts.state)
     # An error is a finding: it does not end the probe, whatever the recipe says.
     session.rewards = {
         name: dataclasses.replace(reward, on_error="count")
         for name, reward in session.rewards.items()
     }
-    rollouter = Rollouter(policy.generator, policy.tokenizer, policy.episodes)
+    rollouter = Rollouter(parts.generator, parts.tokenizer, parts.episodes)
     own = prompts[workers.rank :: workers.size]
     sampling, seed = Sampling.of(recipe.generation), derive_seed(recipe.seed, STREAM)
     with rollouter.groups(own, samples, sampling, seed) as sampled:
@@ -143,7 +143,7 @@ def sample_and_score(
     groups.sort(key=lambda group: group.prompt_index)
     rollouts = [r for g in groups for r in g.rollouts]
     with workers.raise_together():
-        session.finish(rollouts, policy.tokenizer)
+        session.finish(rollouts, parts.tokenizer)
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for r in rollouts:
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
@@ -174,12 +174,14 @@ def spread(groups: Sequence[Group], number: int) -> list[Rollout]:
     return list(islice(chain.from_iterable(by_sample), number))
 
 
-def find_mismatch(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -> Mismatch | None:
+def find_mismatch(
+    parts: ProbeParts, recipe: Recipe, rollouts: Sequence[Rollout]
+) -> Mismatch | None:
     """Returns |trainer's - sampler's log-probability| of the sampled tokens; None without any.
 
     Every process computes the same rollouts, one at a time, so that sharded models run in lockstep.
     """
-    logprobs, temperature = policy.logprobs, recipe.generation.temperature
+    logprobs, temperature = parts.logprobs, recipe.generation.temperature
     gaps: list[float] = []
     if reported := [r for r in rollouts if r.completion.ids]:
         logprobs.check(reported, temperature)
@@ -193,8 +195,8 @@ def find_mismatch(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -
             gap = (found - torch.tensor(r.completion.sampling_logprobs)).abs()  # [C]
             gap = gap[r.completion.sampled_mask]
             gaps += gap[gap.isfinite()].tolist()
-    gaps = policy.workers.gather(gaps)[0]  # of one process, so that all reach the same verdict
-    rounding = policy.workers.max(logprobs.rounding)
+    gaps = parts.workers.gather(gaps)[0]  # of one process, so that all reach the same verdict
+    rounding = parts.workers.max(logprobs.rounding)
     return Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps), rounding) if gaps else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.evaluation.probe.run import Policy, ProbeResult, run_probe
+from grpo_cli.evaluation.probe.run import ProbeParts, ProbeResult, run_probe
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.training.prepare import MADE_UP
 from grpo_cli.training.run import Run
@@ -53,12 +53,12 @@ def rigged(folder: Path, answers: list[str], **changes: Any) -> Run:
 
 
 def probed(live: Run, samples: int = 16) -> ProbeResult:
-    policy = Policy(
+    parts = ProbeParts(
         live.recipe, live.workers, live.policy.tokenizer, PolicyLogprobs(live.policy.model),
         live.generator,
         live.queue.stream, live.scorer,
     )  # fmt: skip
-    return run_probe(policy, 64, samples)
+    return run_probe(parts, 64, samples)
 
 
 def test_known_pass_rates(tmp_path: Path) -> None:
