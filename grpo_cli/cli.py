@@ -202,7 +202,9 @@ def train(argv: list[str]) -> None:
             how = ending.how_it_ended(live, live.recovery.interrupted)
             raise Stopped(number, how, requeued=train.ask_for_requeue(number))
 
-    compose_and_call(argv, task)
+    from grpo_cli.checkpoints.provenance import with_recipe_of_run
+
+    compose_and_call(with_recipe_of_run(argv), task)
 
 
 def verb(module: str) -> Callable[[list[str]], None]:

@@ -101,4 +101,5 @@ def how_it_ended(run: Run, saved_in: Path | None) -> str:
         when = f"{when}, in its evaluation" if in_evaluation else f"in step {step + 1}"
     if error is not None:
         return f"stopped {when}; {error}"
-    return f"stopped {when}; saved in {paths.shown(path)}; resume=auto continues it"
+    again = f"grpo train resume={paths.shown(run.folder)}"
+    return f"stopped {when}; saved in {paths.shown(path)}; `{again}` continues it"

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp
 from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.models import policy
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.training import build
 from tests.conftest import as_prompts
 from tests.generation.embedded.test_generator import SEEDS, Sampling
 from tests.sharded import gradients, make_rollouts, weighted
@@ -41,7 +41,7 @@ def counting(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "COMPILE_BACKEND", "eager")
+    monkeypatch.setattr(policy, "COMPILE_BACKEND", "eager")
     torch.compiler.reset()
     calls.clear()
 
@@ -124,4 +124,4 @@ def test_a_resumed_run_is_the_same_and_that_of_plain_layers(tmp_path: Path) -> N
     )
     assert one.keys() == other.keys()
     assert all((one[name] - other[name]).abs().max() < 1e-5 for name in one)
-    assert not plain.policy_logprobs.mode.compiled
+    assert not plain.policy.logprobs.mode.compiled

@@ -95,7 +95,7 @@ def test_the_stored_type_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixtu
     first = trained(tmp_path, steps=1)
     model = AutoModelForCausalLM.from_pretrained(paths.checkpoint_path(first.folder, 1))
     model.bfloat16().save_pretrained(source)
-    first.tokenizer.save_pretrained(source)
+    first.policy.tokenizer.save_pretrained(source)
     changes = {
         "model": {"path": str(source), "dtype": "auto"},
         "output_dir": str(tmp_path / "auto"),

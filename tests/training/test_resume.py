@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.checkpoints import paths
+from grpo_cli.cli import run_command
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.schema import Adapter, Model, Recipe
 from grpo_cli.errors import UserError
@@ -186,3 +187,28 @@ def test_a_resumed_run_keeps_its_adapter(changed: dict[str, Any], message: str |
         return
     with pytest.raises(UserError, match=message):
         resume.check_adapter(recipe, stored, Path("step-2"))
+
+
+@pytest.mark.runs
+def test_resume_reads_the_runs_own_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "prompts_per_step=4",
+        "model.build.warmup_steps=2",
+        "eval.every=0",
+        "dataset.eval=null",
+    ]
+    words += ["checkpoint.every=2", "device=cpu", "output_dir=run"]
+    assert run_command(["train", "recipe=arithmetic_tiny", *words, "steps=2"]) == 0
+    assert run_command(["train", "resume=run", "steps=3"]) == 0
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 3
+    fork = ["resume=run/checkpoints/step-2", "output_dir=fork", "steps=3"]
+    assert run_command(["train", *fork]) == 0
+    assert Path("fork/checkpoints/step-3").is_dir()
+    # Of another user, who asks for code.
+    stored = Path("run/recipe.yaml")
+    stored.write_text(stored.read_text().replace("callbacks: {}", "callbacks: {a: {path: 'b:C'}}"))
+    assert run_command(["train", "resume=run", "steps=4"]) == 2
+    assert "callbacks.a.path = b:C. If you trust" in capsys.readouterr().err
