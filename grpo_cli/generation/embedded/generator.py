@@ -321,6 +321,8 @@ class EmbeddedSession(Session):
                 is_out_of_memory = True
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             # After the except block, whose traceback held memory.
+            if finished := [done for state in states for done in state.take_finished()]:
+                yield finished  # in the step that has failed
             states[:] = [engine.state(s.request, s.missing) for s in states if s.missing]
             if reason is None:
                 continue

@@ -198,6 +198,24 @@ def test_oom_halves_max_rows(model: PreTrainedModel, capsys: pytest.CaptureFixtu
         generator.generate(as_prompts(PROMPTS[:1]), 2, SAMPLING, SEEDS[:1])
 
 
+def test_oom_keeps_the_groups_of_its_step(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(model, SAMPLING, num_generations=1)
+    take, failed = decode_batch.DecodeBatch.take, []
+
+    def fail_once(batch: decode_batch.DecodeBatch, *given: Any) -> None:
+        if batch.state.finished and batch.num_generations == 1 and not failed:
+            failed.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        take(batch, *given)
+
+    monkeypatch.setattr(decode_batch.DecodeBatch, "take", fail_once)
+    found = generate(model, SAMPLING, num_generations=1)
+    assert failed
+    assert all(same(found[i][0], expected[i][0]) for i in expected)
+
+
 @pytest.mark.parametrize("decoder", ["sdpa", "eager"])
 def test_min_tokens_stop_strings_and_the_repetition_penalty(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, decoder: str
