@@ -124,8 +124,8 @@ def for_training(recipe: Recipe) -> Prepared:
     here, folder = Path.cwd(), Path(recipe.output_dir).expanduser().absolute()
     find_resume(recipe, folder)  # early: the run builds its model before it resumes
     recipe = with_stored_dtype(recipe)
-    check_dtype(recipe)
     optimizers.check(recipe)
+    check_dtype(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     check_adapter(recipe)
