@@ -55,6 +55,9 @@ def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
     yield from _contradictions_of_both(recipe)
     for name in vllm.engine_args.keys() & REFUSED.keys():
         yield f"generation.vllm.engine_args.{name}: cannot be set: {REFUSED[name]}."
+    if type(most := vllm.engine_args.get("max_model_len", 2)) is not int or most < 2:
+        key = "generation.vllm.engine_args.max_model_len"
+        yield f"{key} = {most}: must be a whole number of tokens, 2 or more."
     if vllm.sleep and recipe.device == "cpu":
         yield f"generation.vllm.sleep = {vllm.sleep}: vLLM sleeps on GPUs only; device is cpu."
     if recipe.runs_programs and vllm.tensor_parallel > 1:
