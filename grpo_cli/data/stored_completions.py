@@ -185,7 +185,7 @@ def sample_of(line: dict[str, Any], number: int, where: str, rows: Rows | None =
     ids = cells.pop("completion_ids", None)
     episode = _stored_episode(cells)
     failed = False
-    if episode is not None:
+    if episode is not None and rows is not None:  # for scoring, not for `grpo watch`
         from grpo_cli.records import ENVIRONMENT_FAILED  # late: it imports torch
 
         failed = episode["stop_reason"] in ENVIRONMENT_FAILED
