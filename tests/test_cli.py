@@ -125,13 +125,22 @@ MISTAKES = {
     ),
     "several losses": (["loss=[dapo,grpo]"], ["loss=[dapo,grpo]: must be one of bnpo"]),
     "no knob": (["~loss.epsilon"], ["~loss.epsilon", "does not support deletion"]),
-    "several values": (["loss.epsilon=0.1,0.2"], ["loss.epsilon=0.1,0.2", "add --multirun"]),
+    "several values": (
+        ["optimizer.betas=0.1,0.2"],
+        ["optimizer.betas = 0.1,0.2: write a list as optimizer.betas=[0.1,0.2]; with -m"],
+    ),
     "below null": (
         ["model=qwen2_5_0_5b_instruct", "model.build.merges=5"],
         ["recipe = arithmetic_tiny: cannot be composed"],
     ),
     "defaults as a choice": (["loss=_default"], ["there are bnpo, cispo, clip_cov, dapo"]),
-    "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
+    "grammar": (["generation.stop=[</s>]"], ["generation.stop=[</s>]: cannot be read; in a list"]),
+    "list without brackets": (
+        ["--optimizer.betas", "0.9", "0.95"],
+        ["0.95: write key=value", "a list is one word"],
+    ),
+    "recipe without its key": (["math_qwen"], ["math_qwen: write", "recipe=NAME"]),
+    "option with one dash": (["-steps", "5"], ["-steps: there is no such option; write --steps"]),
     "hub name as a choice": (
         ["model=Qwen/Qwen2.5-0.5B"],
         ["A model on the hub or in a folder: model.path=Qwen/Qwen2.5-0.5B."],
@@ -209,7 +218,8 @@ def test_a_recipe_cannot_name_a_class_for_hydra_to_make(
 def test_a_sweep_says_which_job_runs_and_leaves_no_file_of_hydra(
     grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    code, out, _ = grpo("train", "-m", "seed=4,5", "steps=3", "dataset.train=none.jsonl")
+    none = "~/größe=1.jsonl"  # text that Hydra's grammar lacks
+    code, out, _ = grpo("train", "-m", "seed=4,5", "steps=3", "--dataset.train", none)
     assert code == 2
     assert out == "\njob 0: seed=4; outputs/arithmetic_tiny-0\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]

@@ -22,7 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -60,11 +60,12 @@ OPEN_KEYS = tuple(
     for sign in (".=" if key not in LISTED else ".")
     if str(f.type).startswith("dict")
 )
-# Options that stay options: Hydra's, and the switches of verbs. Any other one is a key.
+# Options that stay options: Hydra's, and the switches of verbs. Any other --NAME is a key.
 OPTIONS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
     "--info", "--config-dir", "--config-name", "--config-path", "--json", "--submit",
 )  # fmt: skip
+SHORT_OPTIONS = ("-h", "-c", "-p", "-r", "-m", "-i", "-cd", "-cn", "-cp")
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
@@ -98,9 +99,12 @@ def compose_and_call(
     register_schema()
     folder, name, rest = split_recipe(as_words(argv), default)
     options, overrides = split_options(rest)
+    _check_words(options, overrides)
     _check_choices(overrides)
-    if not {"-m", "--multirun"} & {*options}:
-        overrides = [as_text(word) for word in overrides]
+    sweeps = bool({"-m", "--multirun"} & {*options})
+    overrides = [
+        word if sweeps and re.search(r"=.*[,(]", word) else as_text(word) for word in overrides
+    ]
     tree = _read(folder / f"{name}.yaml") if folder is not None else {}
     names_itself = bool(tree.get("recipe"))
     if only_this_file or (names_itself and is_stored(tree)):
@@ -198,6 +202,19 @@ def _replace_rewards(cfg: DictConfig) -> None:
     chosen = loader.load_configuration(BARE, [*of_hydra, *own], RunMode.RUN).reward
     removed = [w[len("~reward.") :].partition("=")[0] for w in words if w.startswith("~reward.")]
     cfg.reward = {name: chosen[name] for name in chosen or {} if name not in removed}
+
+
+def _check_words(options: Iterable[str], overrides: Iterable[str]) -> None:
+    """Raises a UserError for a word that is neither an option nor an override."""
+    for option in options:
+        if re.match("-[^-]", option) and option.partition("=")[0] not in SHORT_OPTIONS:
+            raise UserError(f"{option}: there is no such option; write -{option}, or key=value.")
+    for word in overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise UserError(
+                f"{word}: write key=value or --key value, such as recipe=NAME; a list is one "
+                "word, such as optimizer.betas=[0.9,0.95]."
+            )
 
 
 def _check_choices(overrides: Iterable[str]) -> None:
@@ -353,7 +370,7 @@ def as_words(argv: Iterable[str]) -> list[str]:
             key = name[2:].replace("-", "_")
             following = given[0] if given else "-"
             if not equals and (key in switches or following.startswith("--")):
-                value = given.pop(0) if following in ("true", "false") else "true"
+                value = given.pop(0) if following.lower() in ("true", "false") else "true"
             elif not equals:
                 value = given.pop(0) if given else ""
             words.append(f"{'recipe' if key == 'config' else key}={value}")
@@ -433,7 +450,15 @@ def error_message(error: BaseException) -> str:
     plain = parsing.omegaconf_message(error)
     if plain is not None:
         return plain
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: cannot be read; in a list, text with special characters has quotes "
+            """of its own, such as 'generation.stop=["</s>"]'."""
+        )
     override = getattr(error, "override", None)
+    if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", str(error)):
+        key, values = match.groups()
+        return f"{key} = {values}: write a list as {key}=[{values}]; with -m each value has a run."
     given = f"{override}: " if override else ""
     text = " ".join(f"{given}{error} {error.__cause__ or ''}".split())
     unknown = re.search(r"(?:In .* full_key: |Could not override ')([^\s'=]+)(?:[\s']|$)", text)

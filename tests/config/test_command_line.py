@@ -11,6 +11,7 @@ from grpo_cli.config.compose import as_text, as_words
     [
         ("--steps 5 --optimizer.learning-rate=1e-4", "steps=5 optimizer.learning_rate=1e-4"),
         ("--overwrite --model.path ~/m -m", "overwrite=true model.path=~/m -m"),
+        ("--overwrite False --steps 2", "overwrite=False steps=2"),
         ("--overwrite false --trust RUN", "overwrite=false trust=true RUN"),
         ("my.yaml --config other.yml", "recipe=my.yaml recipe=other.yml"),
         ("--cfg job -p loss --json", "--cfg job -p loss --json"),
