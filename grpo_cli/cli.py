@@ -129,9 +129,10 @@ def run_command(argv: list[str]) -> int:
         elif argv[0] in COMMANDS:
             COMMANDS[argv[0]](argv[1:])
         else:
+            is_recipe = argv[0].startswith("--config") or argv[0].endswith(".yaml")
             raise UserError(
                 f"grpo {argv[0]}: there is no such command; there are {listed(COMMANDS)}."
-                + nearest(argv[0], COMMANDS)
+                + (" Did you mean grpo train?" if is_recipe else nearest(argv[0], COMMANDS))
             )
     except UserError as error:
         return _leave(str(error), 2, everywhere=error.alone)

@@ -161,6 +161,7 @@ MISTAKES = {
         ["recipe=./a.yaml"],
         ["recipe = a: cannot be composed: RecursionError"],
     ),
+    "recipe without a command": ("my.yaml", ["no such command", "Did you mean grpo train?"]),
     "unknown command": (
         "evaluate",
         [
@@ -245,6 +246,11 @@ def test_eval_refuses_a_path_without_a_model(
     ("word", "expected"),
     [
         ("model.path=x", "model.path=x: grpo eval evaluates the checkpoint"),
+        (
+            "limit=4",
+            "eval.limit: is only read for benchmarks; add benchmark=NAME; dataset",
+        ),
+        ("--json", "--json: this command has no such option."),
         ("eval.top_p=0.9", "eval.top_p = 0.9: is only read when eval.temperature is above 0."),
         ("loss.kl_estimator=k3", "loss.kl_estimator=k3: is only read in training."),
     ],

@@ -33,7 +33,7 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import compose_and_call, given_keys, recipe_files
+from grpo_cli.config.compose import as_words, compose_and_call, given_keys, recipe_files
 from grpo_cli.config.interpolation import SECRET, publishable
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, recipe_key
@@ -90,13 +90,15 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & {*argv}:
         print(USAGE + doctor_nodes.usage(), end="")
         return
-    if any(word.startswith("-") for word in argv):
+    words = as_words(argv)
+    others = [word for word in words if recipe_key(word) not in RECIPE_KEYS]
+    if others and any(word.startswith("-") for word in argv):
         doctor_nodes.main(argv)
         return
-    for word in argv:
-        if recipe_key(word) not in RECIPE_KEYS:
-            hint = nearest(recipe_key(word), RECIPE_KEYS)
-            raise UserError(f"grpo doctor: {word}: is no key of a recipe.{hint}")
+    if others:
+        hint = nearest(recipe_key(others[0]), RECIPE_KEYS)
+        raise UserError(f"grpo doctor: {others[0]}: is no key of a recipe.{hint}")
+    argv = words
     recipe = composed(argv) if argv else None
     folder = Path("outputs" if recipe is None else recipe.output_dir)
     print(" ".join(["grpo doctor", *argv]) + time.strftime(", %Y-%m-%d %H:%M %z"))

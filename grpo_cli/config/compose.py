@@ -207,6 +207,8 @@ def _replace_rewards(cfg: DictConfig) -> None:
 def _check_words(options: Iterable[str], overrides: Iterable[str]) -> None:
     """Raises a UserError for a word that is neither an option nor an override."""
     for option in options:
+        if option in ("--json", "--submit"):  # their verbs have taken them
+            raise UserError(f"{option}: this command has no such option.")
         if re.match("-[^-]", option) and option.partition("=")[0] not in SHORT_OPTIONS:
             raise UserError(f"{option}: there is no such option; write -{option}, or key=value.")
     for word in overrides:

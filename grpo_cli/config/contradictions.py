@@ -355,7 +355,8 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             yield f"eval.{key} = {values}: names one of them twice."
     if not recipe.benchmark and (config.mode != Eval().mode or config.limit is not None):
         key = "mode" if config.mode != Eval().mode else "limit"
-        yield f"eval.{key}: is only read for benchmarks; add benchmark=NAME."
+        instead = "" if key == "mode" else "; dataset.eval_limit=N takes the first held-out rows"
+        yield f"eval.{key}: is only read for benchmarks; add benchmark=NAME{instead}."
 
 
 def _of_hub(recipe: Recipe) -> Iterator[str]:
