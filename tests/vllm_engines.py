@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import string
 import subprocess
@@ -170,11 +171,15 @@ class Serving:
     process: subprocess.Popen[bytes]
     output: Path
 
-    def kill(self) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
         """As a machine that goes down: everything at once."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                child.send_signal(number)
+
+    def halt(self) -> None:
+        """As a machine that hangs: it takes connections and answers none."""
+        self.kill(signal.SIGSTOP)
 
     def end(self) -> None:
         self.process.terminate()

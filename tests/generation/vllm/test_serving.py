@@ -178,7 +178,7 @@ def pickle_that_touches(file: Path) -> str:
 
 def test_every_route_needs_the_key(servers: Servers, tmp_path: Path) -> None:
     url, key = servers.tied.url, server_key.headers(server_key.read_key())
-    paths = httpx2.get(f"{url}/openapi.json", headers=key).json()["paths"]
+    paths = httpx2.get(f"{url}/openapi.json", headers=key, timeout=60).json()["paths"]
     asked = [(method, path) for path, methods in paths.items() for method in methods]
     asked += [("get", path) for path in ("/openapi.json", "/docs", "/metrics", "/no/such/route")]
     assert {
