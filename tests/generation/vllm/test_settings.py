@@ -57,7 +57,7 @@ SERVERS = "generation.vllm.servers"
     ("changes", "said"),
     [
         (HERE | BOTH_SCHEMAS, "generation.vllm.regex: json_schema is set too"),
-        (HERE | {"generation.vllm.engine_args": {"max_model_len": "4k"}}, "len = 4k: must be a who"),
+        (HERE | {"generation.vllm.engine_args": {"max_model_len": "4k"}}, "= 4k: must be a who"),
         (HERE | {"generation.vllm.json_schema": "/not/there.json"}, "/not/there.json: [Errno 2]"),
         (SERVED | {"generation.vllm.json_schema": "{'a': 1}"}, "json_schema = {'a': 1}: Expecting"),
         (
