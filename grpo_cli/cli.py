@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import __version__
+from grpo_cli.checkpoints.lookup import with_recipe_of_run
 from grpo_cli.config.compose import (
     complete,
     compose_and_call,
@@ -202,8 +203,6 @@ def train(argv: list[str]) -> None:
             assert number is not None, "a run ends early only when a signal asks it to"
             how = ending.how_it_ended(live, live.recovery.interrupted)
             raise Stopped(number, how, requeued=train.ask_for_requeue(number))
-
-    from grpo_cli.checkpoints.provenance import with_recipe_of_run
 
     compose_and_call(with_recipe_of_run(argv), task)
 

@@ -194,7 +194,8 @@ def named(families: Sequence[Family]) -> str:
 def name_tables() -> str:
     """Returns the names of other trainers beside ours, a table for each section."""
     tables = []
-    for title, rows in list(renamed.sections().items())[:-1]:  # except those of earlier versions
+    own = {title: rows for title, rows in renamed.sections().items() if title != "Moved"}
+    for title, rows in own.items():
         lines = [f"### {title}\n\n| `GRPOConfig` | here | what differs |\n| --- | --- | --- |\n"]
         for row in rows:
             here = dict.fromkeys(row.here.format(name=name) for name in row.names)

@@ -46,7 +46,7 @@ from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
-from grpo_cli.generation.base import Generator
+from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
@@ -340,11 +340,11 @@ def half_is_near_and_what_is_kept_is_float32(workers: Workers) -> None:
     model = divided(make_model(), half=torch.bfloat16)
     halves = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     policy_logprobs = PolicyLogprobs(model, autocast=halves, agree_on=workers.first, say=refuse)
+    policy_logprobs.check(rollouts, 1.0)  # computes in float32 too
     seen: set[torch.dtype] = set()
     model.base_model.layers[0].mlp.up_proj.register_forward_pre_hook(
         lambda module, args: seen.add(module.weight.dtype)
     )
-    policy_logprobs.check(rollouts, 1.0)
     own = rollouts[workers.rank :: workers.size]
     logprobs, _ = policy_logprobs(own, 1.0)
     assert logprobs.dtype == torch.float32
@@ -707,17 +707,9 @@ def what_is_sampled_is_the_whole_models(workers: Workers) -> None:
         theirs = TransformersGenerator(alone, MANY_EOS, 100, say=refuse)
         ids: list[list[list[int]]] = []
         for step in range(2):
-            handed: list[int] = []
-            found = ours.generate(
-                as_prompts(prompts),
-                2,
-                sampling,
-                seeds,
-                lambda n, _, handed=handed: handed.append(n),
-            )
+            found = ours.generate(as_prompts(prompts), 2, sampling, seeds)
             expected = theirs.generate(as_prompts(prompts), 2, sampling, seeds)
             assert len(found) == len(numbers)
-            assert sorted(handed) == list(range(len(numbers)))
             for group, other in zip(found, expected, strict=True):
                 assert all(same(a, b) for a, b in zip(group, other, strict=True))
             ids.append([c.ids for group in found for c in group])
@@ -740,16 +732,12 @@ def episodes_of_a_sharded_policy_are_those_of_a_whole_one(workers: Workers) -> N
     settings = EnvironmentSettings(path="tests.kill_harness:Talks")
 
     def sampled(generator: Generator) -> list[list[Completion]]:
-        found: dict[int, list[Completion]] = {}
         with contextlib.closing(Sessions(settings)) as sessions:
-            EpisodeLoop(sessions, {"": chat}, EpisodeSettings()).sample(
-                generator,
-                prompts,
-                2,
-                Sampling(max_tokens=100),
-                [SEEDS[n] for n in numbers],
-                lambda n, prompts, group: found.update({n: group}),
-            )
+            loop = EpisodeLoop(sessions, {"": chat}, EpisodeSettings())
+            seeds = [SEEDS[n] for n in numbers]
+            request = Request(prompts, 2, Sampling(max_tokens=100), seeds)
+            with loop.sample(generator, request) as groups:
+                found = {n: group for n, _, group in groups}
         return [found[n] for n in range(len(numbers))]
 
     ours = GatheringGenerator(divided(plain), torch.float32, eos_ids, 100, say=refuse)

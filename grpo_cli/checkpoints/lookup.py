@@ -1,4 +1,4 @@
-"""Finds a model from a folder, a run or a hub name, and hashes it.
+"""Finds a model or a run from a folder or a hub name, and hashes models.
 
 Imports nothing slow.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints import paths, provenance
+from grpo_cli.config.compose import as_words
 from grpo_cli.errors import UserError, nearest
 
 HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # files of a model folder
@@ -94,3 +96,30 @@ def _add(digest: hashlib._Hash, file: Path) -> None:
     with file.open("rb") as opened:
         while block := opened.read(1 << 22):
             digest.update(block)
+
+
+def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
+    """Completes `grpo train resume=RUN` with the recipe and the folder of the run.
+
+    RUN is a run's folder, or one of its checkpoints. With `recipe=`, the words stay as they are.
+
+    Raises:
+        UserError: another user's run, whose recipe asks for what can run code.
+    """
+    words = as_words(argv)
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    start = Path(given.get("resume") or "auto").expanduser()
+    runs = [p for p in (start, start.parent.parent) if (p / "recipe.yaml").is_file()]
+    if "recipe" in given or start == Path("auto") or not runs:
+        return words
+    folder, file = runs[0], runs[0] / "recipe.yaml"
+    if not provenance.is_own_run(folder):
+        provenance.check_links(folder, "resume")
+        stored = provenance.read(file)
+        harmless = ("defaults", "output_dir", "resume", "checkpoint", "log")
+        asked = {key: value for key, value in stored.items() if key not in harmless}
+        found = [*provenance.unusual(stored), *provenance.refused(asked, folder)]
+        provenance.check(folder, found, f"recipe={file}")
+    rest = [word for word in words if not word.startswith("resume=")]
+    rest.append("resume=auto" if start == folder else f"resume={start}")
+    return [f"recipe={file}", f"output_dir={folder}", *rest]

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from grpo_cli.checkpoints.paths import RUN_ID, TRAINING
 from grpo_cli.config import sources
 from grpo_cli.config.cache import cache_dir
-from grpo_cli.config.compose import as_words, is_stored
+from grpo_cli.config.compose import is_stored
 from grpo_cli.config.interpolation import leaves
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.parsing import first_line
@@ -277,13 +277,18 @@ def _name(path: Path, files: Iterable[Path]) -> Path:
     return cache_dir() / "own" / digest.hexdigest()
 
 
+def is_own_run(path: Path) -> bool:
+    """Returns whether a run of this user has made this folder."""
+    return _is_noted(path, _recipe_of_run)
+
+
 def check_links(path: Path, key: str) -> None:
     """Raises a UserError if a link in another user's folder points outside it.
 
     Args:
         path: folder of a run or an evaluation. key: name of the folder in error messages.
     """
-    if not _is_noted(path, _recipe_of_run):
+    if not is_own_run(path):
         _refuse_links(path, path, key, "remove the link, or put a copy of the file in its place.")
 
 
@@ -321,42 +326,8 @@ def _is_below(link: Path, folder: Path) -> bool:
         return False
 
 
-def is_own_run(path: Path) -> bool:
-    """Returns whether a run of this user has made this folder."""
-    return _is_noted(path, _recipe_of_run)
-
-
-def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
-    """Completes `grpo train resume=RUN` with the recipe and the folder of the run.
-
-    RUN is a run's folder, or one of its checkpoints. With `recipe=`, the words stay as they are.
-
-    Raises:
-        UserError: another user's run, whose recipe asks for what can run code.
-    """
-    words = as_words(argv)
-    given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    start = Path(given.get("resume") or "auto").expanduser()
-    runs = [p for p in (start, start.parent.parent) if (p / "recipe.yaml").is_file()]
-    if "recipe" in given or start == Path("auto") or not runs:
-        return words
-    folder, file = runs[0], runs[0] / "recipe.yaml"
-    if not is_own_run(folder):
-        stored = read(file)
-        harmless = ("defaults", "output_dir", "resume", "checkpoint", "log")
-        asked = {key: value for key, value in stored.items() if key not in harmless}
-        found = [*unusual(stored), *refused(asked, folder)]
-        check(folder, found, f"recipe={file}")
-    checkpoint = "auto" if start == folder else start
-    rest = [word for word in words if not word.startswith("resume=")]
-    return [f"recipe={file}", f"output_dir={folder}", *rest, f"resume={checkpoint}"]
-
-
 def read(path: Path) -> dict[str, Any]:
-    """Reads the recipe that a checkpoint or a run stores.
-
-    Args:
-        path: the checkpoint's folder, or the file of the recipe.
+    """Reads the recipe of a checkpoint's folder, or the file of a recipe.
 
     Raises:
         UserError: the recipe cannot be read, or is not YAML.

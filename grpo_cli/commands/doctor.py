@@ -90,12 +90,12 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & {*argv}:
         print(USAGE + doctor_nodes.usage(), end="")
         return
-    words = as_words(argv)
-    others = [word for word in words if recipe_key(word) not in RECIPE_KEYS]
-    if others and any(word.startswith("-") for word in argv):
+    options = {recipe_key(word.lstrip("-")) for word in argv if word.startswith("-")}
+    if options - RECIPE_KEYS - {"config"}:
         doctor_nodes.main(argv)
         return
-    if others:
+    words = as_words(argv)
+    if others := [word for word in words if recipe_key(word) not in RECIPE_KEYS]:
         hint = nearest(recipe_key(others[0]), RECIPE_KEYS)
         raise UserError(f"grpo doctor: {others[0]}: is no key of a recipe.{hint}")
     argv = words

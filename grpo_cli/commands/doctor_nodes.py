@@ -38,7 +38,7 @@ from typing import Any
 import grpo_cli.rewards
 from grpo_cli import __version__
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.config.words import described, option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError
 
 GB = 1e9
@@ -114,7 +114,7 @@ def settings_of(argv: Sequence[str]) -> Settings:
         UserError: an option that does not exist, a value of another type, or values that do not
             fit together.
     """
-    own, rest = split(Settings, without_dashes(Settings, argv, "grpo doctor"))
+    own, rest = split(Settings, options_as_words(Settings, argv, "grpo doctor"))
     if rest:
         raise UserError(f"grpo doctor: {rest[0]}: is not read with the options of --nodes.")
     settings = parse(Settings, own, option)

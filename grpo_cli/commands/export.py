@@ -25,7 +25,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Model
 from grpo_cli.config.user_code import off_import_path
-from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.config.words import described, option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import adapters, loading
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    own, rest = split(Settings, without_dashes(Settings, argv, "grpo export"))
+    own, rest = split(Settings, options_as_words(Settings, argv, "grpo export"))
     settings = parse(Settings, own, option)
     if len(rest) != 2:
         raise UserError(

@@ -243,7 +243,7 @@ def serve(settings: ServerSettings, recipe: Recipe | None, words: Sequence[str])
             by itself.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("grpo serve: vLLM is not installed; pip install 'grpo-cli[vllm]'.")
+        raise UserError("grpo serve: vLLM is not installed; pip install vllm.")
     check_port(settings.host, settings.port)
     plan = make_plan(settings, recipe, count_gpus())
     plan = dataclasses.replace(plan, key=server_key.make_key())

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config import parsing, schema
+from grpo_cli.config.words import without_dashes
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
@@ -360,27 +361,12 @@ def as_words(argv: Iterable[str]) -> list[str]:
 
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
-    switches = {key for key, f in schema.knobs() if f.type == "bool"} | {"trust"}
-    words: list[str] = []
-    given = list(argv)
-    while given:
-        word = given.pop(0)
-        name, equals, value = word.partition("=")
-        if words and words[-1] in VALUED_OPTIONS:  # a value of Hydra's option
-            words.append(word)
-        elif word.startswith("--") and name not in OPTIONS:
-            key = name[2:].replace("-", "_")
-            following = given[0] if given else "-"
-            if not equals and (key in switches or following.startswith("--")):
-                value = given.pop(0) if following.lower() in ("true", "false") else "true"
-            elif not equals:
-                value = given.pop(0) if given else ""
-            words.append(f"{'recipe' if key == 'config' else key}={value}")
-        elif word.endswith((".yaml", ".yml")) and not equals:
-            words.append(f"recipe={word}")
-        else:
-            words.append(word)
-    return words
+    switches = {key for key, f in schema.knobs() if f.type == "bool"} | {"trust", "eager"}
+    file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
+    return [
+        f"recipe={word.removeprefix('config=')}" if file.match(word) else word
+        for word in without_dashes(list(argv), switches, OPTIONS)
+    ]
 
 
 def as_text(override: str) -> str:

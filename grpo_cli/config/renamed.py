@@ -18,12 +18,9 @@ class OtherName(NamedTuple):
 
     def hint(self, name: str) -> str:
         """Returns the sentence that follows "there is no such key."."""
-        if not self.here:
-            text = f" It has no counterpart here: {self.but}."
-        else:
-            text = f" It is called {self.here.format(name=name)} here"
-            text += f": {self.but}." if self.but else "."
-        return text.replace("`", "")
+        ours = self.here.format(name=name)
+        text = f"It is called {ours} here" if ours else "It has no counterpart here"
+        return f" {text}{f': {self.but}' if self.but else ''}.".replace("`", "")
 
 
 def sections() -> dict[str, list[OtherName]]:

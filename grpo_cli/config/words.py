@@ -86,33 +86,49 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def without_dashes(kind: type, argv: Sequence[str], command: str) -> list[str]:
+def without_dashes(
+    argv: Sequence[str], switches: Collection[str], options: Collection[str] = ()
+) -> list[str]:
     """Rewrites options as words: `--free-gb=3` and `--free-gb 3` become `free_gb=3`.
 
-    A boolean option without a value is true.
+    Switches are true without a value. The words in `options` stay as they are.
 
     Raises:
-        UserError: an option is not a field of `kind`.
+        UserError: an option lacks its value.
+    """
+    words, given = list[str](), list(argv)
+    while given:
+        word = given.pop(0)
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and name not in options:
+            key = name[2:].replace("-", "_")
+            if not equals and key in switches:
+                value = given.pop(0) if given and given[0].lower() in ("true", "false") else "true"
+            elif not equals:
+                if not given or given[0].startswith("--"):
+                    raise UserError(f"{name}: lacks a value; write {name}=VALUE.")
+                value = given.pop(0)
+            word = f"{key}={value}"
+        words.append(word)
+    return words
+
+
+def options_as_words(kind: type, argv: Sequence[str], command: str) -> list[str]:
+    """Rewrites the options of a command that takes no recipe; see `without_dashes`.
+
+    Raises:
+        UserError: an option is not a field of `kind`, or lacks its value.
     """
     fields = _fields(kind)
-    out: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        if not argument.startswith("-"):
-            out.append(argument)
-            continue
-        given, equals, value = argument.partition("=")
-        name = given.removeprefix("--").replace("-", "_")
-        if name not in fields:
+    for argument in argv:
+        given = argument.partition("=")[0]
+        if given.startswith("-") and given[2:].replace("-", "_") not in fields:
             known = [option(f) for f in fields]
             raise UserError(
                 f"{command}: {given}: there is no such option; there are {listed(known)}."
                 f"{nearest(given, known)}"
             )
-        if not equals:
-            value = "true" if isinstance(fields[name].default, bool) else next(arguments, "")
-        out.append(f"{name}={value}")
-    return out
+    return without_dashes(argv, [name for name, f in fields.items() if _base(f) == "bool"])
 
 
 def parse(kind: type[S], words: Iterable[str], shown: Callable[[str], str] = str) -> S:
@@ -165,7 +181,7 @@ def parse_with_runs(
     Raises:
         UserError: no run or too many, or a mistake in an option.
     """
-    own, rest = split(kind, without_dashes(kind, argv, command))
+    own, rest = split(kind, options_as_words(kind, argv, command))
     settings = parse(kind, own, option)
     if not 1 <= len(rest) <= most:
         given, wanted = " ".join(rest) or "nothing", "one run" + (" or two" if most > 1 else "")

@@ -34,7 +34,7 @@ try:
     from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR
 except ImportError as error:
     raise UserError(
-        "environment.mcp needs the package mcp; install it with pip install 'grpo-cli[mcp]'."
+        "environment.mcp needs the package mcp; install it with pip install 'mcp>=2'."
     ) from error
 
 HTTP = ("http://", "https://")

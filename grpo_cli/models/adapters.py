@@ -58,7 +58,7 @@ REFUSED = {  # LoraConfig fields with the reason
 def require() -> None:
     """Raises a UserError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise UserError("adapter: peft is not installed here; pip install 'grpo-cli[peft]'.")
+        raise UserError("adapter: peft is not installed here; pip install 'peft>=0.20'.")
 
 
 def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:

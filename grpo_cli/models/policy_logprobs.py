@@ -361,15 +361,15 @@ class PolicyLogprobs:
 
     def _compile(self, compiled: bool) -> None:
         """Compiles the decoder layers' forwards, or restores the originals."""
-        for layer in fsdp.layers(self.model) if self.compile_backend is not None else ():
+        if self.compile_backend is None:
+            return
+        torch._dynamo.config.recompile_limit = MOST_VARIANTS  # no argument of compile in 2.11
+        for layer in fsdp.layers(self.model):
             if not compiled:
                 layer.__dict__.pop("forward", None)
             elif "forward" not in layer.__dict__:
-                layer.forward = torch.compile(  # type: ignore[method-assign, call-overload]
-                    layer.forward,
-                    dynamic=True,
-                    backend=self.compile_backend,
-                    recompile_limit=MOST_VARIANTS,
+                layer.forward = torch.compile(  # type: ignore[method-assign]
+                    layer.forward, dynamic=True, backend=self.compile_backend
                 )
 
     def _chunked(

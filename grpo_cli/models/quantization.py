@@ -29,8 +29,7 @@ def require() -> None:
     """Raises a UserError if bitsandbytes is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            "model.quantization = nf4: bitsandbytes is not installed here; "
-            "pip install 'grpo-cli[bitsandbytes]'."
+            "model.quantization = nf4: bitsandbytes is not installed; pip install bitsandbytes."
         )
 
 

@@ -118,7 +118,7 @@ def _without_videos(
         reason = str(named).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UserError(
             f"model.path = {path}: its processor cannot be loaded: {reason}. Packages that "
-            "processors need are installed with pip install 'grpo-cli[vision]'."
+            "processors need are installed with pip install torchvision num2words."
         ) from error
     return processor
 

@@ -45,7 +45,7 @@ class BoundReward:
     function: RewardFunction
     signature: Signature
     traits: Traits  # what the function declares
-    args: Mapping[str, Any]  # those of the recipe and of the run
+    args: Mapping[str, Any]  # arguments that the recipe and the run set
     is_async: bool
     timeout: float | None  # seconds per completion; None: called in this process with a batch
     on_error: str  # that of the recipe; the probe counts errors instead

@@ -146,6 +146,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
 
 def _write(run: Run, path: Path, *, wait: bool) -> None:
     run.check_folder()
+    run.checkpointer.wait()  # the previous checkpoint may become the best one, which is stored
     entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
     state, workers = run.state, run.workers
     best, began, last = state.best_step, time.monotonic(), run.is_over

@@ -208,12 +208,14 @@ def test_experts(
     tokenizer: PreTrainedTokenizerFast,
     recomputed: Recomputed,
     tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
     changes = changes_for("qwen3_moe", tokenizer, tmp_path, **asking)
     changes["model"]["dropout"] = dropout
     changes["generation__max_logp_difference"] = None  # dropout makes it large
     run = trained(tmp_path, log__keep_steps=[2], update__tokens_per_micro_batch=60, **changes)
+    capfd.readouterr()  # what training printed
     data = recomputed(run.folder, 2)
     assert "aux_loss" in [c["name"] for c in data["checks"]]
 

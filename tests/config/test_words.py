@@ -80,11 +80,13 @@ def test_mistakes(given: list[str], message: str) -> None:
 
 
 def test_options() -> None:
-    argv = ["a", "--port", "5", "--log=x", "b", "--text"]
-    assert words.without_dashes(Settings, argv, "grpo") == ["a", "port=5", "log=x", "b", "text="]
+    argv = ["a", "--port", "5", "--log=x", "b", "--text="]
+    assert words.options_as_words(Settings, argv, "grpo") == ["a", "port=5", "log=x", "b", "text="]
     for argv in (["--prot=1"], ["-port=1"]):
         with pytest.raises(UserError, match=r"grpo: -?-p\w+: there is no such option; .*--port"):
-            words.without_dashes(Settings, argv, "grpo")
+            words.options_as_words(Settings, argv, "grpo")
+    with pytest.raises(UserError, match="--port: lacks a value; write --port=VALUE"):
+        words.options_as_words(Settings, ["--port", "--eager"], "grpo")
     with pytest.raises(UserError, match=r"--port = 0: must be >= 1"):
         words.parse(Settings, ["port=0"], words.option)
 

@@ -68,7 +68,7 @@ def as_chat(text: str) -> list[dict[str, Any]]:
 
 
 def check(reward: RewardFunction, completion: Any, expected: float | None, **given: Any) -> None:
-    """As a text and as a chat; the value is a plain float, and but for length no negative zero."""
+    """As a text and as a chat; the value is a plain float, only `length` gives -0.0."""
     is_text = isinstance(completion, str)
     for one in (completion, as_chat(completion)) if is_text else (completion,):
         (value,) = reward(completions=[one], **ANY, **given)
@@ -219,7 +219,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.smoke  # a large table
-@table(("reward", "given"), REWARDS[:3] + REWARDS[4:8])  # test_math.py has those of `math`
+@table(("reward", "given"), REWARDS[:3] + REWARDS[4:8])  # test_math.py tests `math`
 def test_hostile_text_is_worth_no_more_than_nothing(
     reward: RewardFunction, given: dict[str, Any], name: str
 ) -> None:

@@ -119,6 +119,13 @@ def weights(live: run.Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in live.policy.model.parameters()])
 
 
+def test_resume_auto_says_that_it_finds_nothing(tmp_path: Path, capsys: Any) -> None:
+    built(tmp_path, resume="auto").close()
+    assert "has no checkpoint; the run starts at step 1" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 Update = tuple[list[torch.Tensor], dict[str, float]]
 
 

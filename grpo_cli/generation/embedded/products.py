@@ -2,7 +2,7 @@
 
 The product of a few rows with a large weight takes at best as long as reading the weight. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
-does so once (`Product.of`). The results equal those of `F.linear` except for rounding. With up to
+does so once (`Product.of`). The results equal `F.linear`'s except for rounding. With up to
 1,024 input features the result of a row does not depend on the number of rows (seen with AVX-512);
 with more, the result of a single row may differ in the last bits.
 """

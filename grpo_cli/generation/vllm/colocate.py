@@ -112,8 +112,7 @@ class ColocatedGenerator(VllmGenerator):
     def require(cls) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise UserError(
-                "generation = vllm_colocate: vLLM is not installed here; "
-                "pip install 'grpo-cli[vllm]'."
+                "generation = vllm_colocate: vLLM is not installed here; pip install vllm."
             )
 
     def __init__(self, setup: EngineSetup, weight_check: WeightCheck | None) -> None:

@@ -78,12 +78,12 @@ def test_cuda_kernels_match_plain(name: str, kernel: type[Varlen]) -> None:
     inputs, grad = make_heads(GROUPS[name], 4, 2, torch.bfloat16)
     q, k, v, grad = (t.cuda().repeat(1, 1, 8) for t in (*inputs, grad))  # heads of 64
     found = []
-    for each in (kernel(), Plain()):
+    for each, dtype in ((kernel(), q.dtype), (Plain(), q.dtype), (Plain(), torch.float64)):
         assert isinstance(each, ByParts)
         layout = make_layout(GROUPS[name], torch.device("cuda"), each)
-        given = [t.clone().requires_grad_() for t in (q, k, v)]
+        given = [t.to(dtype).requires_grad_() for t in (q, k, v)]
         out = layout.attend(0, *given, 0.1)
-        found.append([out, *torch.autograd.grad(out, given, grad)])
-    for mine, theirs in zip(*found, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert (mine - theirs).abs().max() < 0.02 * theirs.abs().max().clamp(min=1)
+        found.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
+    for mine, plain, right in zip(*found, strict=True):
+        assert mine.dtype == plain.dtype
+        assert (mine - right).norm() < 3 * (plain - right).norm()

@@ -1,0 +1,179 @@
+"""Trains the real chat model on sums with grpo and with TRL, and compares their learning curves.
+
+    .venv-bench/bin/python scripts/learn_beside_trl.py OUT --losses dapo grpo --seeds 0 1 2
+
+Both sides get the model, rows, reward, loss, learning rate and batch of recipe=chat_sums. Every
+fifth step, the held-out sums are answered greedily. OUT has a file for each run, and a run that has
+one is not made again: `--runs` runs that many at a time. The table at the end has the mean of the
+seeds, its 95 % interval (t distribution), and the seconds of training, without evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 5, 16, 8, 64, 2e-5, 16
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0},
+    "grpo": {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04},
+}
+T = {2: 12.71, 3: 4.303}  # 97.5 % quantile of the t distribution for so many seeds
+
+Point = tuple[int, float, float]  # step, seconds of training until then, held-out accuracy
+
+
+def train_ours(args: argparse.Namespace, scratch: Path) -> list[Point]:
+    words = (
+        f"recipe=chat_sums model.path={args.model} loss={args.losses[0]} seed={args.seeds[0]} "
+        f"steps={args.steps} mixed_precision={args.precision} eval.every={EVERY} "
+        f"checkpoint.every=0 log.report=false overwrite=true output_dir={scratch}"
+    )
+    subprocess.run([sys.executable, "-m", "grpo_cli", "train", *words.split()], check=True)
+    summary = json.loads((scratch / "summary.json").read_text(encoding="utf-8"))
+    points, seconds = [(0, 0.0, summary["before"]["accuracy"])], 0.0
+    for line in map(json.loads, (scratch / "metrics.jsonl").read_text("utf-8").splitlines()):
+        seconds += line["step_time"]
+        if "eval/accuracy" in line:
+            points.append((line["step"], seconds, line["eval/accuracy"]))
+    return points
+
+
+def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+
+    from rewards.math import math
+
+    def rows(split: str) -> list[dict[str, Any]]:
+        lines = (ROOT / f"grpo_cli/samples/chat_sums_{split}.jsonl").read_text("utf-8").splitlines()
+        ask = "{question} End with 'The answer is: N'."
+        return [
+            {"prompt": [{"role": "user", "content": ask.format(**row)}], "answer": row["answer"]}
+            for row in map(json.loads, lines)
+        ]
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> Any:
+        return math([messages[-1]["content"] for messages in completions], answer)
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    held_out = rows("test")
+    points: list[Point] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        """Evaluates, and counts the seconds of training."""
+
+        seconds = 0.0
+
+        def on_train_begin(self, _: Any, state: Any, control: Any, **given: Any) -> None:
+            self.evaluate(given["model"], 0)
+
+        def on_step_end(self, _: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step % EVERY == 0:
+                self.seconds += time.monotonic() - self.begin
+                self.evaluate(given["model"], state.global_step)
+
+        @torch.no_grad()
+        def evaluate(self, model: Any, step: int) -> None:
+            model.eval()
+            texts: list[str] = []
+            for start in range(0, len(held_out), 64):
+                batch = tokenizer.apply_chat_template(
+                    [row["prompt"] for row in held_out[start : start + 64]], padding=True,
+                    add_generation_prompt=True, return_dict=True, return_tensors="pt",
+                ).to(model.device)  # fmt: skip
+                ids = model.generate(**batch, do_sample=False, max_new_tokens=TOKENS)
+                own = ids[:, batch["input_ids"].shape[1] :]
+                texts += tokenizer.batch_decode(own, skip_special_tokens=True)
+            model.train()
+            right = math(texts, [row["answer"] for row in held_out])
+            points.append((step, self.seconds, statistics.mean(r or 0.0 for r in right)))
+            self.begin = time.monotonic()
+
+    config = GRPOConfig(
+        output_dir=str(scratch), seed=args.seeds[0], max_steps=args.steps, learning_rate=RATE,
+        per_device_train_batch_size=PROMPTS * COMPLETIONS // PARTS,
+        gradient_accumulation_steps=PARTS, num_generations=COMPLETIONS,
+        max_completion_length=TOKENS, temperature=1.0, lr_scheduler_type="constant",
+        model_init_kwargs={"dtype": "float32"}, bf16=args.precision == "bf16",
+        gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), save_strategy="no",
+        logging_steps=1, report_to=[], disable_tqdm=True, **LOSSES[args.losses[0]],
+    )  # fmt: skip
+    GRPOTrainer(
+        model=args.model, reward_funcs=reward, args=config, processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows("train")), callbacks=[Watch()],
+    ).train()  # fmt: skip
+    return points
+
+
+def table(out: Path, losses: list[str], sides: list[str]) -> str:
+    """Returns a Markdown table: a row for each loss, side and evaluated step."""
+    lines = ["| loss | side | step | seconds | seeds | mean |", "| --- " * 6 + "|"]
+    for loss in losses:
+        for side in sides:
+            runs = [json.loads(f.read_text()) for f in sorted(out.glob(f"{loss}-{side}-*.json"))]
+            for points in zip(*runs, strict=True):
+                found = [accuracy for _, _, accuracy in points]
+                mean, seconds = statistics.mean(found), statistics.mean(p[1] for p in points)
+                text = f"{mean:.3f}"
+                if half := T.get(len(found), 0) / len(found) ** 0.5:
+                    half *= statistics.stdev(found)
+                    text += f" [{max(mean - half, 0):.3f}, {min(mean + half, 1):.3f}]"
+                each = " ".join(f"{accuracy:.3f}" for accuracy in found)
+                cells = (loss, side, str(points[0][0]), f"{seconds:.0f}", each, text)
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import real_model
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("--losses", nargs="+", default=["dapo", "grpo"], choices=LOSSES)
+    parser.add_argument("--sides", nargs="+", default=["ours", "trl"], choices=("ours", "trl"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "no"))
+    parser.add_argument("--model", default=str(real_model.folder()))
+    parser.add_argument("--runs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--here", action="store_true", help="make one run in this process")
+    args = parser.parse_args()
+    if args.here:
+        name = f"{args.losses[0]}-{args.sides[0]}-{args.seeds[0]}"
+        make = train_ours if args.sides[0] == "ours" else train_trl
+        points = make(args, args.out / "runs" / name)
+        (args.out / f"{name}.json").write_text(json.dumps(points))
+        return
+    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+
+    def run(of: tuple[str, int, str]) -> None:
+        loss, seed, side = of
+        name = f"{loss}-{side}-{seed}"
+        if (args.out / f"{name}.json").exists():
+            return
+        chosen = f"--losses {loss} --sides {side} --seeds {seed} --here --steps {args.steps}"
+        command = [sys.executable, __file__, str(args.out), *chosen.split()]
+        command += ["--precision", args.precision, "--model", args.model]
+        with (args.out / f"{name}.log").open("w") as log:
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
+
+    jobs = [(loss, n, side) for loss in args.losses for n in args.seeds for side in args.sides]
+    with ThreadPoolExecutor(args.runs) as pool:
+        list(pool.map(run, jobs))
+    print(table(args.out, args.losses, args.sides))
+
+
+if __name__ == "__main__":
+    main()
