@@ -209,7 +209,7 @@ def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     number = len(model.model.layers) // 2
     make = direct_forward.Layer.of
 
-    def of(module: Any, *, prepacks: bool) -> Any:
+    def of(module: Any, *, prepacks: Any) -> Any:
         is_stale = module is model.model.layers[number]
         return make(base.model.layers[number] if is_stale else module, prepacks=prepacks)
 

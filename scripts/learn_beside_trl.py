@@ -3,9 +3,9 @@
     .venv-bench/bin/python scripts/learn_beside_trl.py OUT --losses dapo grpo --seeds 0 1 2
 
 Both sides get the model, rows, reward, loss, learning rate and batch of recipe=chat_sums. Every
-fifth step, the held-out sums are answered greedily. OUT has a file for each run, and a run that has
-one is not made again: `--runs` runs that many at a time. The table at the end has the mean of the
-seeds, its 95 % interval (t distribution), and the seconds of training, without evaluation.
+fifth step, the held-out sums are answered greedily. OUT gets a file for each run; a run whose file
+is there is not made again. The table at the end has the mean of the seeds, its 95 % interval (t
+distribution), and the seconds of training, without evaluation.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
             model.train()
             right = math(texts, [row["answer"] for row in held_out])
             points.append((step, self.seconds, statistics.mean(r or 0.0 for r in right)))
+            print("step, seconds, held-out accuracy:", *points[-1], flush=True)
             self.begin = time.monotonic()
 
     config = GRPOConfig(

@@ -361,13 +361,12 @@ class PolicyLogprobs:
 
     def _compile(self, compiled: bool) -> None:
         """Compiles the decoder layers' forwards, or restores the originals."""
-        if self.compile_backend is None:
-            return
-        torch._dynamo.config.recompile_limit = MOST_VARIANTS  # no argument of compile in 2.11
-        for layer in fsdp.layers(self.model):
+        for layer in fsdp.layers(self.model) if self.compile_backend is not None else ():
             if not compiled:
                 layer.__dict__.pop("forward", None)
             elif "forward" not in layer.__dict__:
+                assert self.compile_backend is not None, "else there are no layers here"
+                torch._dynamo.config.recompile_limit = MOST_VARIANTS  # no argument in torch 2.11
                 layer.forward = torch.compile(  # type: ignore[method-assign]
                     layer.forward, dynamic=True, backend=self.compile_backend
                 )

@@ -424,8 +424,7 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
             "overwrite=true, or give another with resume=PATH."
         )
     if path is None and prepared.recipe.resume == "auto":
-        folder = paths.shown(prepared.folder)
-        reporter.say(f"note: resume=auto: {folder} has no checkpoint; the run starts at step 1")
+        reporter.say("note: resume=auto finds no checkpoint; the run starts at step 1")
     return path
 
 

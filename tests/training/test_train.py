@@ -121,7 +121,7 @@ def weights(live: run.Run) -> torch.Tensor:
 
 def test_resume_auto_says_that_it_finds_nothing(tmp_path: Path, capsys: Any) -> None:
     built(tmp_path, resume="auto").close()
-    assert "has no checkpoint; the run starts at step 1" in " ".join(
+    assert "resume=auto finds no checkpoint; the run starts at step 1" in " ".join(
         capsys.readouterr().out.split()
     )
 

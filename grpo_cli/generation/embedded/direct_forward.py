@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from grpo_cli.generation.embedded.products import Product, may_prepack
+from grpo_cli.generation.embedded.products import Product, packed_dtype
 from grpo_cli.models.attention import Attending, narrowest_window
 from grpo_cli.models.families import DYNAMIC_ROPE
 
@@ -110,7 +110,7 @@ class Layer:
     scale: float
 
     @classmethod
-    def of(cls, module: Any, *, prepacks: bool) -> Layer:
+    def of(cls, module: Any, *, prepacks: torch.dtype | None) -> Layer:
         """Reads the weights of a layer of one of `LAYERS`."""
         attn, mlp = module.self_attn, module.mlp
         query_norm, key_norm = (
@@ -184,7 +184,7 @@ class DirectForward:
         family = {type(module).__module__ for module in (model, decoder, *layers)}
         if len(family) > 1 or not all(map(is_plain, model.modules())):
             return None
-        prepacks = may_prepack(model)
+        prepacks = packed_dtype(model)
         return cls(
             decoder.embed_tokens.weight,
             Rotary(decoder.rotary_emb),
@@ -232,7 +232,9 @@ def _cast(part: Any) -> Any:
         return part.float()
     if isinstance(part, tuple):
         return tuple(map(_cast, part))
-    if isinstance(part, Norm | Product | Layer):
+    if isinstance(part, Product):  # without the copies in oneDNN's layout
+        return Product(_cast(part.weights), _cast(part.biases))
+    if isinstance(part, Norm | Layer):
         return replace(part, **{f.name: _cast(getattr(part, f.name)) for f in fields(part)})
     return part
 

@@ -2,9 +2,9 @@
 
 The product of a few rows with a large weight takes at best as long as reading the weight. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
-does so once (`Product.of`). The results equal `F.linear`'s except for rounding. With up to
-1,024 input features the result of a row does not depend on the number of rows (seen with AVX-512);
-with more, the result of a single row may differ in the last bits.
+does so once (`Product.of`). In bfloat16 the results equal `F.linear`'s, in float32 except for
+rounding. In float32, with up to 1,024 input features, the result of a row does not depend on the
+number of rows (seen with AVX-512); else the result of few rows may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ class Product:
     packed_bias: Tensor | None = None  # [sum of out]
 
     @classmethod
-    def of(cls, *linears: Any, prepacks: bool) -> Product:
+    def of(cls, *linears: Any, prepacks: torch.dtype | None) -> Product:
         """Reads the weights of linear layers.
 
         Args:
-            prepacks: copy weights into oneDNN's layout if they are large and float32.
+            prepacks: dtype in which large weights are copied into oneDNN's layout; None: they are
+                not copied.
         """
         weights: tuple[Tensor, ...] = tuple(linear.weight for linear in linears)
         biases: tuple[Tensor | None, ...] = tuple(linear.bias for linear in linears)
         is_large = sum(weight.numel() for weight in weights) >= LARGE
-        if not (prepacks and is_large and all(w.dtype == torch.float32 for w in weights)):
+        is_float = all(w.dtype in (torch.float32, prepacks) for w in weights)
+        if prepacks is None or not (is_large and is_float):
             return cls(weights, biases)
         together = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(together)
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(together.to(prepacks))
         if all(bias is None for bias in biases):
             return cls(weights, biases, packed)
-        zeros = (weight.new_zeros(len(weight)) for weight in weights)
-        full = [z if b is None else b for z, b in zip(zeros, biases, strict=True)]
-        return cls(weights, biases, packed, torch.cat(full))
+        pairs = zip(weights, biases, strict=True)
+        full = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+        return cls(weights, biases, packed, full.to(prepacks))
 
     @property
-    def width(self) -> int:
-        """Number of output features of all weights together."""
-        return sum(map(len, self.weights))
+    def fuses(self) -> bool:
+        """Whether oneDNN computes what follows, too; in 16 bit it would round once less."""
+        return self.packed is not None and self.packed.dtype == torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes [N, in] -> [N, sum of out]."""
@@ -71,18 +73,19 @@ class Product:
 
     def silu(self, x: Tensor) -> Tensor:
         """Applies SiLU (arXiv 1606.08415) to the product."""
-        return F.silu(self(x)) if self.packed is None else self._packed(x, "swish")
+        return self._packed(x, "swish") if self.fuses else F.silu(self(x))
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """Multiplies the product by another tensor [N, sum of out]."""
-        return self(x) * other if self.packed is None else self._packed(x, "mul", other)
+        return self._packed(x, "mul", other) if self.fuses else self(x) * other
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Adds another tensor [N, sum of out] to the product."""
-        return self(x) + other if self.packed is None else self._packed(x, "add", other)
+        return self._packed(x, "add", other) if self.fuses else self(x) + other
 
     def _packed(self, x: Tensor, then: str, other: Tensor | None = None) -> Tensor:
-        operator = torch.ops.mkldnn._linear_pointwise
+        assert self.packed is not None
+        operator, x = torch.ops.mkldnn._linear_pointwise, x.to(self.packed.dtype)
         if other is None:
             product: Tensor = operator.default(x, self.packed, self.packed_bias, then, [], "")
         else:
@@ -90,13 +93,15 @@ class Product:
         return product
 
 
-def may_prepack(model: PreTrainedModel) -> bool:
-    """Returns whether to prepack a model's weights: oneDNN is faster and the copies fit."""
-    return (
+def packed_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """Returns the dtype to prepack weights in; None if that is no faster or does not fit."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
+    is_half = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    prepacks = (
         model.device.type == "cpu"
-        and model.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
+        and (dtype == torch.float32 or is_half)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and platform.machine() in ARCHITECTURES
-        and sum(w.nbytes for w in model.parameters()) <= SHARE * total_memory()
+        and sum(w.numel() for w in model.parameters()) * dtype.itemsize <= SHARE * total_memory()
     )
+    return dtype if prepacks else None

@@ -152,7 +152,7 @@ class StaticBatch:
             columns = torch.arange(bucket.prompt_columns, device=device)
             lengths = torch.tensor([*bucket.groups.values()], device=device)
             self.prompt_mask = mask_of(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
-        self.bias = self.sampling.bias(direct.head.width, device)
+        self.bias = self.sampling.bias(sum(map(len, direct.head.weights)), device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # `done`, on the device
         self.noise = self._noise().to(device)  # [steps, R]
         self.drawn = torch.zeros(self.steps, self.size, dtype=torch.long, device=device)

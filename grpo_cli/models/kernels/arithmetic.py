@@ -78,18 +78,15 @@ def flash_backward(
     `grad`, `out` [n, H, M, D] and `lse` [n, H, M] may come from attention over more keys than
     these. The result is then these keys' share of the gradients.
     """
-    if query.device.type == "cpu":
-        grads: tuple[Tensor, Tensor, Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, out, lse, 0.0, causal, scale=scale
-            )
+    grad, out, q, k, v = (t.to(lse.dtype) for t in (grad, out, query, key, value))
+    if query.device.type == "cpu":  # in 16 bit, PyTorch's kernel takes up to 9 times as long
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-        return grads
-    scores = _scores(query, key, causal, scale)
-    grad, out, q, k, v = (t.to(scores.dtype) for t in (grad, out, query, key, value))
-    p = (scores - lse[..., None]).exp()  # [n, H, M, K]
-    ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
-    parts = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    else:
+        p = (_scores(query, key, causal, scale) - lse[..., None]).exp()  # [n, H, M, K]
+        ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+        parts = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     dq, dk, dv = (part.to(query.dtype) for part in parts)
     return dq, dk, dv
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from grpo_cli.generation.embedded import products
 from grpo_cli.generation.embedded.direct_forward import DirectForward
-from grpo_cli.generation.embedded.products import Product, may_prepack
+from grpo_cli.generation.embedded.products import Product, packed_dtype
 from tests.generation.embedded.test_direct_forward import completions_of, model_of
 
 pytestmark = pytest.mark.skipif(
@@ -38,10 +38,9 @@ def test_products_match_linear_layers(number: int) -> None:
     x, width = torch.randn(5, 256), sum(len(linear.weight) for linear in of)
     other = torch.randn(5, width)
     expected = torch.cat([linear(x) for linear in of], dim=-1)
-    packed, plain = (Product.of(*of, prepacks=prepacks) for prepacks in (True, False))
+    packed, plain = (Product.of(*of, prepacks=prepacks) for prepacks in (torch.float32, None))
     assert packed.packed is not None
     assert plain.packed is None
-    assert packed.width == plain.width == width
     for product, tolerance in ((packed, 2e-5), (plain, 0.0)):
         for found, wanted in (
             (product(x), expected),
@@ -54,7 +53,7 @@ def test_products_match_linear_layers(number: int) -> None:
 
 @torch.no_grad()
 def test_rows_are_independent() -> None:
-    product = Product.of(*linears(), prepacks=True)
+    product = Product.of(*linears(), prepacks=torch.float32)
     x, other = torch.randn(64, 256), torch.randn(64, 640)
 
     def of(some: slice) -> Tensor:
@@ -68,23 +67,43 @@ def test_rows_are_independent() -> None:
             assert torch.equal(of(some), whole[:, some])
 
 
+IS_QUICK = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not IS_QUICK, reason="bfloat16 is not prepacked here")
+def test_bfloat16_equals_linear_layers_under_autocast() -> None:
+    of = linears()
+    packed, plain = (Product.of(*of, prepacks=prepacks) for prepacks in (torch.bfloat16, None))
+    assert packed.packed is not None
+    x = torch.randn(33, 256)
+    other = torch.randn(33, 640).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(packed(x), plain(x))
+        assert torch.equal(packed.silu(x), plain.silu(x))
+        assert torch.equal(packed.times(x, other), plain.times(x, other))
+        assert torch.equal(packed.plus(x, other.float()), plain.plus(x, other.float()))
+
+
 def test_small_weights_are_not_packed() -> None:
-    assert Product.of(nn.Linear(256, 511), prepacks=True).packed is None
-    assert Product.of(nn.Linear(256, 512), prepacks=True).packed is not None
-    assert Product.of(nn.Linear(256, 512).bfloat16(), prepacks=True).packed is None
+    assert Product.of(nn.Linear(256, 511), prepacks=torch.float32).packed is None
+    assert Product.of(nn.Linear(256, 512), prepacks=torch.float32).packed is not None
+    assert Product.of(nn.Linear(256, 512).half(), prepacks=torch.float32).packed is None
 
 
-def test_what_may_be_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(LlamaConfig(**LARGE))
     size = sum(weight.nbytes for weight in model.parameters())
-    assert may_prepack(model)
+    half = torch.bfloat16 if IS_QUICK else None
+    assert packed_dtype(model) == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert not may_prepack(model), "autocast computes in bfloat16"
-    for memory, expected in ((8 * size, True), (8 * size - 8, False)):
+        assert packed_dtype(model) == half
+    for memory, expected in ((8 * size, torch.float32), (8 * size - 8, None)):
         monkeypatch.setattr(products, "total_memory", lambda memory=memory: memory)
-        assert may_prepack(model) == expected
+        assert packed_dtype(model) == expected
     monkeypatch.undo()
-    assert not may_prepack(model.bfloat16())
+    assert packed_dtype(model.bfloat16()) == half
+    assert packed_dtype(model.half()) is None
 
 
 @pytest.mark.parametrize(
