@@ -356,7 +356,7 @@ def _client(
     try:
         import openai
     except ImportError as error:
-        raise ImportError("judge: it needs the package openai: pip install openai.") from error
+        raise ImportError("judge needs openai: pip install 'openai>=1.50'.") from error
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     if (base_url, api_key_env) not in clients:
         key = os.environ.get(api_key_env, "").strip()

@@ -25,7 +25,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 5, 16, 8, 64, 2e-5, 16
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0},
-    "grpo": {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04},
+    "grpo": {
+        "loss_type": "grpo",
+        "epsilon": 0.2,
+        "beta": 0.04,
+        "use_bias_correction_kl": False,
+    },
 }
 T = {2: 12.71, 3: 4.303}  # 97.5 % quantile of the t distribution for so many seeds
 
@@ -159,6 +164,8 @@ def main() -> None:
         return
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
 
+    failed: list[str] = []
+
     def run(of: tuple[str, int, str]) -> None:
         loss, seed, side = of
         name = f"{loss}-{side}-{seed}"
@@ -168,12 +175,15 @@ def main() -> None:
         command = [sys.executable, __file__, str(args.out), *chosen.split()]
         command += ["--precision", args.precision, "--model", args.model]
         with (args.out / f"{name}.log").open("w") as log:
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
+            if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
+                failed.append(f"{name}.log")
 
     jobs = [(loss, n, side) for loss in args.losses for n in args.seeds for side in args.sides]
     with ThreadPoolExecutor(args.runs) as pool:
         list(pool.map(run, jobs))
     print(table(args.out, args.losses, args.sides))
+    if failed:
+        sys.exit(f"these runs failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

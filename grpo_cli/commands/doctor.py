@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & {*argv}:
         print(USAGE + doctor_nodes.usage(), end="")
         return
-    options = {recipe_key(word.lstrip("-")) for word in argv if word.startswith("-")}
+    options = {recipe_key(w[2:].replace("-", "_")) for w in argv if w.startswith("--")}
     if options - RECIPE_KEYS - {"config"}:
         doctor_nodes.main(argv)
         return

@@ -243,7 +243,7 @@ def serve(settings: ServerSettings, recipe: Recipe | None, words: Sequence[str])
             by itself.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("grpo serve: vLLM is not installed; pip install vllm.")
+        raise UserError("grpo serve: vLLM is not installed; pip install 'vllm>=0.32'.")
     check_port(settings.host, settings.port)
     plan = make_plan(settings, recipe, count_gpus())
     plan = dataclasses.replace(plan, key=server_key.make_key())

@@ -361,7 +361,7 @@ def as_words(argv: Iterable[str]) -> list[str]:
 
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
-    switches = {key for key, f in schema.knobs() if f.type == "bool"} | {"trust", "eager"}
+    switches = {key for key, f in schema.knobs() if f.type == "bool"} | {"trust", "eager", "check"}
     file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
     return [
         f"recipe={word.removeprefix('config=')}" if file.match(word) else word

@@ -29,7 +29,7 @@ def require() -> None:
     """Raises a UserError if bitsandbytes is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            "model.quantization = nf4: bitsandbytes is not installed; pip install bitsandbytes."
+            "model.quantization = nf4 needs bitsandbytes: pip install 'bitsandbytes>=0.46'."
         )
 
 

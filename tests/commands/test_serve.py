@@ -430,4 +430,4 @@ def test_refused_before_anything_starts(
     assert f"port = {port}: cannot be listened at: Address already" in capsys.readouterr().err
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     assert cli.run_command(["serve", f"model={model}"]) == 2
-    assert "vLLM is not installed; pip install vllm." in capsys.readouterr().err
+    assert "vLLM is not installed; pip install 'vllm>=0.32'." in capsys.readouterr().err

@@ -439,7 +439,7 @@ def test_what_cannot_be_a_key(key: str, server: Server, monkeypatch: pytest.Monk
 
 def test_without_the_package(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ImportError, match=r"pip install openai\.$"):
+    with pytest.raises(ImportError, match=r"pip install 'openai>=1.50'\.$"):
         ask(server.base_url)
 
 

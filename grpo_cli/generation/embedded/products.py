@@ -96,12 +96,12 @@ class Product:
 def packed_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """Returns the dtype to prepack weights in; None if that is no faster or does not fit."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
-    is_half = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     prepacks = (
         model.device.type == "cpu"
-        and (dtype == torch.float32 or is_half)
+        and dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and platform.machine() in ARCHITECTURES
+        and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
         and sum(w.numel() for w in model.parameters()) * dtype.itemsize <= SHARE * total_memory()
     )
     return dtype if prepacks else None

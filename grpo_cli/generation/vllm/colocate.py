@@ -111,7 +111,7 @@ class ColocatedGenerator(VllmGenerator):
     @classmethod
     def require(cls) -> None:
         if importlib.util.find_spec("vllm") is None:
-            raise UserError("generation = vllm_colocate: vLLM is not installed; pip install vllm.")
+            raise UserError("generation = vllm_colocate needs vLLM: pip install 'vllm>=0.32'.")
 
     def __init__(self, setup: EngineSetup, weight_check: WeightCheck | None) -> None:
         """Starts the engine. Every process calls it.

@@ -144,7 +144,7 @@ def test_missing_engine_is_refused_before_loading(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     recipe = parsed(HERE)
-    with pytest.raises(UserError, match=r"vLLM is not installed; pip install vllm"):
+    with pytest.raises(UserError, match=r"vllm_colocate needs vLLM: pip install 'vllm>="):
         prepare.check_engine(recipe)
     recipe.generation.engine = "transformers"
     prepare.check_engine(recipe)
