@@ -25,12 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 5, 16, 8, 64, 2e-5, 16
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0},
-    "grpo": {
-        "loss_type": "grpo",
-        "epsilon": 0.2,
-        "beta": 0.04,
-        "use_bias_correction_kl": False,
-    },
+    "grpo": {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": False},
 }
 T = {2: 12.71, 3: 4.303}  # 97.5 % quantile of the t distribution for so many seeds
 
@@ -38,6 +33,7 @@ Point = tuple[int, float, float]  # step, seconds of training until then, held-o
 
 
 def train_ours(args: argparse.Namespace, scratch: Path) -> list[Point]:
+    """Trains with `grpo train`; returns the evaluations."""
     words = (
         f"recipe=chat_sums model.path={args.model} loss={args.losses[0]} seed={args.seeds[0]} "
         f"steps={args.steps} mixed_precision={args.precision} eval.every={EVERY} "
@@ -54,6 +50,7 @@ def train_ours(args: argparse.Namespace, scratch: Path) -> list[Point]:
 
 
 def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
+    """Trains with TRL's GRPOTrainer; returns the evaluations."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback

@@ -122,7 +122,7 @@ def options_as_words(kind: type, argv: Sequence[str], command: str) -> list[str]
     fields = _fields(kind)
     for argument in argv:
         given = argument.partition("=")[0]
-        if given.startswith("-") and given[2:].replace("-", "_") not in fields:
+        if given.startswith("-") and given.removeprefix("--").replace("-", "_") not in fields:
             known = [option(f) for f in fields]
             raise UserError(
                 f"{command}: {given}: there is no such option; there are {listed(known)}."

@@ -75,15 +75,8 @@ def demo(setting: Setting) -> Figures:
 def speed(setting: Setting, workload: str) -> Figures:
     """Returns the medians of a workload of scripts/bench.py, in bfloat16."""
     path = setting.scratch / "bench.json"
-    command = [
-        sys.executable,
-        "scripts/bench.py",
-        "--workloads",
-        workload,
-        "--rounds=1",
-        "--steps=1",
-    ]
-    command += ["--sides=ours,generate", f"--json={path}"]
+    command = [sys.executable, "scripts/bench.py", f"--workloads={workload}", f"--json={path}"]
+    command += ["--sides=ours,generate", "--rounds=1", "--steps=1"]
     size = ["--model=1m", "--limit=8"] if setting.dry else ["--model=0.5b", "--bf16"]
     setting.run_program([*command, *size])
     found = json.loads(path.read_text(encoding="utf-8"))[workload]

@@ -2,9 +2,9 @@
 
 The product of a few rows with a large weight takes at best as long as reading the weight. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
-does so once (`Product.of`). In bfloat16 the results equal `F.linear`'s, in float32 except for
-rounding. In float32, with up to 1,024 input features, the result of a row does not depend on the
-number of rows (seen with AVX-512); else the result of few rows may differ in the last bits.
+does so once (`Product.of`). The results equal `F.linear`'s, in float32 except for rounding. In
+float32, with up to 1,024 input features, the result of a row does not depend on the number of rows
+(seen with AVX-512). With more features, and in bfloat16, few rows may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Product:
 
     @property
     def fuses(self) -> bool:
-        """Whether oneDNN computes what follows, too; in 16 bit it would round once less."""
+        """Whether oneDNN fuses the next operation; in 16 bit this would change the rounding."""
         return self.packed is not None and self.packed.dtype == torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
