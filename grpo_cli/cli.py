@@ -181,7 +181,7 @@ def train(argv: list[str]) -> None:
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
-        recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
+        recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         if message := prepare.finished(recipe):
             if os.environ.get("RANK", "0") == "0":
                 print(message)
@@ -246,6 +246,7 @@ def rewards(argv: list[str]) -> None:
         columns = listed([*signature.required, *(f"[{c}]" for c in signature.optional)])
         needed = signature.needed
         arguments = [f"{a} (to be set)" if a in needed else a for a in signature.arguments]
+        arguments += [a for a in signature.optional if a not in signature.arguments]
         first_line = ((function.__doc__ or "").strip().splitlines() or [""])[0]
         print(f"{name:16} {first_line}")
         print(f"{'':16} columns: {columns}; arguments: {listed(arguments)}")

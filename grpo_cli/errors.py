@@ -51,6 +51,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
+def counted(number: int, word: str) -> str:
+    """Returns `1 step` or `2 steps`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def listed(names: Iterable[str]) -> str:
     """Returns the sorted names as `a, b, c`, or `none`."""
     return ", ".join(sorted(map(str, names))) or "none"

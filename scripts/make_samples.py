@@ -73,7 +73,7 @@ def main() -> None:
     write("calculator_train.jsonl.gz", calculations[:2000])
     write("calculator_test.jsonl", keep(calculations[2000:2200], "question answer"))
     write("guess_train.jsonl.gz", games(4000))
-    write("guess_test.jsonl", [{"id": 4000 + n} for n in range(256)])
+    write("guess_test.jsonl", [{"id": 4000 + n, "prompt": "guess"} for n in range(256)])
     for name, rows in (("chat_sums", chat_sums(640)), ("chat_json", chat_json(640))):
         write(f"{name}_train.jsonl", rows[:512])
         write(f"{name}_test.jsonl", rows[512:])
@@ -165,7 +165,7 @@ def games(count: int) -> list[Row]:
             low, high = (guess + 1, high) if guess < number else (low, guess - 1)
         if episode[-1]["role"] == "user":
             episode.pop()
-        rows.append({"id": n, "episode": episode})
+        rows.append({"id": n, "prompt": "guess", "episode": episode})
     return rows
 
 

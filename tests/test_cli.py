@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import yaml
 
 from grpo_cli import cli
 from grpo_cli.config.compose import recipe_files
@@ -42,6 +44,7 @@ def test_threads_sleep_soon_where_others_run(
 
 # The default recipe, small enough to run within a test.
 TINY = [
+    "recipe=arithmetic_tiny",
     "model.build.hidden_size=32",
     "model.build.warmup_steps=5",
     "prompts_per_step=4",
@@ -63,6 +66,8 @@ def grpo(
     write(tmp_path / "rows.jsonl", ROWS)
 
     def run(*argv: str) -> tuple[int, str, str]:
+        if argv[0] == "train" and not re.search(r"recipe[= ]|resume=|\.yaml", " ".join(argv)):
+            argv = ("train", "recipe=arithmetic_tiny", *argv[1:])
         code = cli.run_command(list(argv))
         out, err = capfd.readouterr()
         return code, out, err
@@ -110,7 +115,10 @@ MISTAKES = {
         ["reward.exact_match", "'answer'", "plain.jsonl", "question"],
     ),
     "another run": (["output_dir=taken"], ["output_dir = taken", "resume=auto", "overwrite=true"]),
-    "resume from nothing": (["resume=nowhere/step-1"], ["resume = nowhere/step-1"]),
+    "resume from nothing": (
+        ["recipe=arithmetic_tiny", "resume=nowhere/step-1"],
+        ["resume = nowhere/step-1"],
+    ),
     "model folder": (["model=qwen2_5_0_5b_instruct", "model.path=./none"], ["model.path = ./none"]),
     "empty model folder": (
         ["model=qwen2_5_0_5b_instruct", "model.path=./hollow"],
@@ -140,7 +148,7 @@ MISTAKES = {
         ["0.95: write key=value", "a list is one word"],
     ),
     "recipe without its key": (["math_qwen"], ["math_qwen: write", "recipe=NAME"]),
-    "option with one dash": (["-steps", "5"], ["-steps: there is no such option; write --steps"]),
+    "option with one dash": (["-steps=5"], ["-steps=5: there is no such option; write --steps"]),
     "hub name as a choice": (
         ["model=Qwen/Qwen2.5-0.5B"],
         ["A model on the hub or in a folder: model.path=Qwen/Qwen2.5-0.5B."],
@@ -279,7 +287,7 @@ def test_eval_reads_knobs_of_a_loaded_model(
         raise UserError("seen")
 
     monkeypatch.setattr(prepare, "for_evaluation", stop)
-    words = ["model.trust_remote_code=true", "model.dropout=null"]
+    words = ["model.trust_remote_code=true", "model.dropout=null", "dataset.chat=false"]
     assert grpo("eval", "m", "recipe=arithmetic_tiny", *words)[2] == "grpo: seen\n"
     model = seen[0].model
     assert (model.path, model.build) == (str((tmp_path / "m").resolve()), None)
@@ -292,7 +300,7 @@ def test_a_mistake_ends_in_under_five_seconds_without_transformers(tmp_path: Pat
     program = (
         "import sys; from grpo_cli import cli; cli.run_command(['train', 'stpes=3']); "
         "print('torch' in sys.modules or 'transformers' in sys.modules); "
-        "code = cli.run_command(['train', 'dataset.train=none.jsonl']); "
+        "code = cli.run_command(['train', 'recipe=arithmetic_tiny', 'dataset.train=none.jsonl']); "
         "heavy = ('transformers.models', 'grpo_cli.models.loading'); "
         "print(code, *(m in sys.modules for m in heavy))"
     )
@@ -367,9 +375,34 @@ def test_a_recipe_that_includes_itself_and_a_wrong_key_in_one(
     code, _, err = grpo("train", "recipe=./mine.yaml")
     assert code == 2
     assert "stepz: there is no such key. Did you mean steps?" in err
-    (tmp_path / "plain.yaml").write_text("defaults: [schema, _self_]\nmodel: {path: some/model}\n")
-    code, _, err = grpo("train", "recipe=./plain.yaml", "optimizer=adamw")
-    assert (code, "to your default list use +optimizer=adamw" in err) == (2, True), err
+
+
+def test_a_group_that_a_recipe_does_not_name_can_be_chosen(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    own = "model: {path: some/model}\nloss: {beta: 0.01}\nreward: {mine: {weight: 2}}\n"
+    (tmp_path / "plain.yaml").write_text(f"defaults: [schema, _self_]\n{own}")
+    words = ["loss=gspo", "adapter=lora", "reward=[math]", "tracking=tensorboard"]
+    code, out, err = grpo("train", "plain.yaml", *words, "--cfg", "job")
+    assert code == 0, err
+    composed = yaml.safe_load(out)
+    assert (composed["loss"]["ratio_level"], composed["loss"]["beta"]) == ("sequence", 0.01)
+    assert (composed["adapter"]["method"], composed["model"]["path"]) == ("lora", "some/model")
+    assert composed["tracking"]["backend"] == ["tensorboard"]
+    assert composed["recipe"] == "plain"
+
+
+def test_rows_of_ones_own_replace_those_of_the_recipe(
+    grpo: Callable[..., tuple[int, str, str]],
+) -> None:
+    words = ("recipe=gsm8k_qwen", "dataset.train=rows.jsonl", "dataset.eval_limit=5")
+    code, out, err = grpo("train", *words, "--cfg", "job")
+    assert code == 0, err
+    dataset = yaml.safe_load(out)["dataset"]
+    assert [dataset[key] for key in ("eval", "subset", "system", "eval_limit")] == [None] * 3 + [5]
+    assert "dataset.eval, dataset.subset, dataset.system of them are left out" in err
+    _, out, err = grpo("train", *words, "dataset.system=Hi.", "dataset=math", "--cfg", "job")
+    assert (yaml.safe_load(out)["dataset"]["system"], err) == ("Hi.", "")
 
 
 def test_rewards_and_columns_take_values_without_a_plus(

@@ -168,6 +168,8 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
     def task(cfg: DictConfig) -> None:
         # The stored recipe's model is where training began; the checkpoint is evaluated.
         cfg.model.path = path
+        if not any(word.startswith("model.tokenizer=") for word in overrides):
+            cfg.model.tokenizer = None  # a checkpoint has the run's
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
         if obeys_foreign:
@@ -176,7 +178,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
             provenance.check(path, asked, TRUST)
         from grpo_cli.training import prepare
 
-        recipe = prepare.with_stored_dtype(parsing.parse(cfg, given_keys(cfg)))
+        recipe = prepare.resolved(parsing.parse(cfg, given_keys(cfg)))
         check_rows(overrides, recipe)
         if not any(w.startswith("output_dir=") for w in overrides):
             folder = paths.evaluation_folder(path) / folder_name(recipe)

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     folder, name, _ = split_recipe(words)
 
     def task(cfg: DictConfig) -> None:
-        values = flat(dataclasses.asdict(parsing.parse(cfg)))
+        values = flat(dataclasses.asdict(parsing.parse(cfg, complete=False)))
         found = origins.composition(None if folder is None else folder / f"{name}.yaml")
         lines: list[str] = []
         if not keys:

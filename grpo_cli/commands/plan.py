@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
         from grpo_cli.training import prepare
         from grpo_cli.training.plan import plan_of
 
-        recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
+        recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         plan, notes = plan_of(recipe, **asdict(settings))
         changes = [] if plan.fits else planning.changes(plan)
         measured = (RunFolder(Path(recipe.output_dir)).plan() or {}).get("measured")

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
-        recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
+        recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         prepared = prepare.for_training(without_side_effects(recipe, rest))
         from grpo_cli.commands import probe_run
 

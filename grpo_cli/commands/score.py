@@ -121,7 +121,7 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
         run["max_completion_tokens"] = recipe.generation.max_completion_tokens
     try:
         if request.row is not None:
-            _score_one(request, recipe, executor, run)
+            _score_one(request, recipe, executor, run, own_recipe)
         else:
             _score_file(request, recipe, executor, run)
     finally:
@@ -130,18 +130,25 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
 
 
 def _score_one(
-    request: Request, recipe: Recipe, executor: RewardExecutor, run: Mapping[str, Any]
+    request: Request,
+    recipe: Recipe,
+    executor: RewardExecutor,
+    run: Mapping[str, Any],
+    own_recipe: bool,
 ) -> None:
     assert request.row is not None
-    rows = data.load_rows(recipe.dataset, request.split)
+    dataset = recipe.dataset
+    if dataset.chat == "auto":  # the tokenizer is not loaded
+        dataset = replace(dataset, chat=own_recipe and recipe.model.path is not None)
+    rows = data.load_rows(dataset, request.split)
     if request.row >= len(rows.rows):
         raise UserError(
             f"row = {request.row}: {rows.source} has {len(rows.rows):,} rows, counted from 0."
         )
     row = rows.rows[request.row]
     text = sys.stdin.read() if request.completion == "-" else request.completion
-    prompt = data.prompt_text(row, recipe.dataset, request.row)
-    of_row = images.of_row(rows, request.row, row, prompt, recipe.dataset.max_pixels)
+    prompt = data.prompt_text(row, dataset, request.row)
+    of_row = images.of_row(rows, request.row, row, prompt, dataset.max_pixels)
     prompt, columns = of_row.prompt, data.other_columns(row) | data.other_columns(of_row.columns)
     sample = Sample(request.row, prompt, text, None, columns)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)

@@ -138,6 +138,11 @@ def _check_together(settings: Settings) -> None:
         )
     if s.time is None:
         raise UserError("time: set the time limit of the job, such as time=12:00:00.")
+    if s.time.isdigit():
+        raise UserError(
+            f"time = {s.time}: SLURM reads minutes; write time={s.time}:00:00 for hours, "
+            f"time=0:{s.time}:00 for minutes."
+        )
     for where in ("sbatch", "srun"):
         for name in getattr(s, where):
             word = name.replace("-", "_")

@@ -7,6 +7,7 @@ A recipe is a Hydra primary config: `recipe=NAME` becomes `--config-name NAME`, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -28,10 +29,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config import parsing, schema
+from grpo_cli.config.knob import as_written
 from grpo_cli.config.words import without_dashes
 from grpo_cli.errors import UserError, listed, nearest
 
-DEFAULT_RECIPE = "arithmetic_tiny"
+DEFAULT_RECIPE = "chat"
 RECIPES = "grpo_cli.recipes"  # package of the shipped recipes
 BARE = "_bare"  # base of `grpo score`, and of `grpo eval` without a recipe
 STORED = "_stored"  # name of a recipe stored by a run
@@ -61,6 +63,8 @@ OPEN_KEYS = tuple(
     for sign in (".=" if key not in LISTED else ".")
     if str(f.type).startswith("dict")
 )
+# Keys of `dataset` that describe the recipe's own rows: they go if others are given.
+OF_ROWS = ("eval", "subset", "train_split", "eval_split", "prompt", "system", "columns")
 # Options that stay options: Hydra's, and the switches of verbs. Any other --NAME is a key.
 OPTIONS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
@@ -75,6 +79,12 @@ def recipe_files() -> list[Path]:
     import grpo_cli.recipes
 
     return sorted(p for folder in grpo_cli.recipes.__path__ for p in Path(folder).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    """Returns the config groups that ship with the tool."""
+    folders = (p for p in recipe_files()[0].parent.iterdir() if p.is_dir())
+    return sorted(p.name for p in folders if any(p.glob("*.yaml")))
 
 
 def compose_and_call(
@@ -100,30 +110,40 @@ def compose_and_call(
     register_schema()
     folder, name, rest = split_recipe(as_words(argv), default)
     options, overrides = split_options(rest)
-    _check_words(options, overrides)
-    _check_choices(overrides)
     sweeps = bool({"-m", "--multirun"} & {*options})
     overrides = [
         word if sweeps and re.search(r"=.*[,(]", word) else as_text(word) for word in overrides
     ]
-    tree = _read(folder / f"{name}.yaml") if folder is not None else {}
-    names_itself = bool(tree.get("recipe"))
+    problems = [*_problems_of_options(options), *_problems_of_words(overrides, sweeps)]
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    overrides += _without_rows(overrides, trees := _trees(folder, name))
+    tree = trees[-1] if folder is not None and trees else {}
+    names_itself, shown = bool(tree.get("recipe")), name
+    unnamed = _chosen(overrides) - {"benchmark", *_choices_of(trees)}
     if only_this_file or (names_itself and is_stored(tree)):
         # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
                 tree.get(group, {}).pop("args", None)
         name = STORED
+    elif folder is not None and unnamed and tree.get("defaults"):
+        # A choice needs an entry in the defaults, which the recipe's own values override.
+        entries = [entry for entry in tree["defaults"] if entry != "_self_"]
+        entries += [{group: None} for group in sorted(unnamed)]
+        tree["defaults"] = [*entries, "_self_"]
+        name = STORED
+    if name == STORED:
         store: Any = ConfigStore.instance()
         store.store(name=name, node=tree)
     options += ["--config-name", name]
     if folder is not None and not only_this_file:
         # As config path, a user's recipe overrides a shipped one of the same name. A folder that
         # only adds groups cannot be the config path, which must hold the recipe.
-        own = (folder / f"{name}.yaml").is_file()
+        own = (folder / f"{shown}.yaml").is_file()
         options += ["--config-path" if own else "--config-dir", str(folder)]
     if not names_itself and "--hydra-help" not in options:
-        overrides = [f"recipe={name}", *overrides]
+        overrides = [f"recipe={shown}", *overrides]
     # Hydra would print its own message for an error that passes through it; catch errors before.
     raised: list[BaseException] = []
 
@@ -149,12 +169,12 @@ def compose_and_call(
                 guarded
             )()
     except yaml.YAMLError as error:  # for example, a duplicate key
-        raise not_yaml(f"recipe = {name}", error) from error
+        raise not_yaml(f"recipe = {shown}", error) from error
     except (HydraException, OmegaConfBaseException):  # explained by `error_message`
         raise
     except Exception as error:  # raised by Hydra; errors of `task` are stored in `raised`
         reason = f"{type(error).__name__}: {parsing.first_line(error)}"
-        raise UserError(f"recipe = {name}: cannot be composed: {reason}.") from error
+        raise UserError(f"recipe = {shown}: cannot be composed: {reason}.") from error
     except SystemExit as done:  # raised by --help
         if done.code:
             raise
@@ -205,29 +225,101 @@ def _replace_rewards(cfg: DictConfig) -> None:
     cfg.reward = {name: chosen[name] for name in chosen or {} if name not in removed}
 
 
-def _check_words(options: Iterable[str], overrides: Iterable[str]) -> None:
-    """Raises a UserError for a word that is neither an option nor an override."""
+def _chosen(overrides: Iterable[str]) -> set[str]:
+    """Returns the groups of which the command line names a choice."""
+    return {word.lstrip("+").partition("=")[0] for word in overrides} & {*groups()}
+
+
+def _trees(folder: Path | None, name: str, above: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Returns a recipe's file and those that its defaults name, the base first."""
+    shipped = recipe_files()[0].parent
+    places = [place / f"{name}.yaml" for place in (folder, shipped) if place is not None]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        return []
+    tree, found = _read(file), []
+    for entry in tree.get("defaults") or []:
+        if isinstance(entry, str) and entry not in ("schema", "_self_", name, *above):
+            found += _trees(folder, entry, (*above, name))
+    return [*found, tree]
+
+
+def _choices_of(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the choice of each group that these recipes name."""
+    entries = [e for tree in trees for e in tree.get("defaults") or [] if isinstance(e, dict)]
+    return {key.rpartition(" ")[2]: choice for e in entries for key, choice in e.items()}
+
+
+def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the words that drop the recipe's own rows where dataset.train gives others.
+
+    What its choice of `dataset` says of them goes with them, unless it is given too; a note says
+    so.
+    """
+    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    choice = _choices_of(trees).get("dataset")
+    if "dataset.train" not in given or "dataset" in given or not choice:
+        return []
+    own: set[str] = set().union(*(tree.get("dataset") or {} for tree in trees))
+    of_choice = _read(recipe_files()[0].parent / "dataset" / f"{choice}.yaml")
+    if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
+        del of_choice["prompt"]  # found by its name in other rows too
+    gone = [k for k in OF_ROWS if k in of_choice and k not in own and f"dataset.{k}" not in given]
+    defaults = dataclasses.asdict(schema.Dataset())
+    words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone]
+    if gone and os.environ.get("RANK", "0") == "0":
+        print(
+            f"note: dataset.train replaces the rows of dataset={choice}, so that "
+            f"{listed(f'dataset.{key}' for key in gone)} of them are left out.",
+            file=sys.stderr,
+        )
+    others = ("dataset.eval", "dataset.test_split_size", "dataset.held_out", "benchmark")
+    if "eval" in gone and not any(word.startswith(others) for word in overrides):
+        words.append("eval.every=0")
+    return words
+
+
+def _problems_of_options(options: Iterable[str]) -> Iterator[str]:
+    """Yields a message for each word with dashes that is no option."""
     for option in options:
         if option in ("--json", "--submit"):  # their verbs have taken them
-            raise UserError(f"{option}: this command has no such option.")
+            yield f"{option}: this command has no such option."
         if re.match("-[^-]", option) and option.partition("=")[0] not in SHORT_OPTIONS:
-            raise UserError(f"{option}: there is no such option; write -{option}, or key=value.")
-    for word in overrides:
-        if "=" not in word and not word.startswith("~"):
-            raise UserError(
-                f"{word}: write key=value or --key value, such as recipe=NAME; a list is one "
-                "word, such as optimizer.betas=[0.9,0.95]."
-            )
+            yield f"{option}: there is no such option; write -{option}, or key=value."
 
 
-def _check_choices(overrides: Iterable[str]) -> None:
-    """Raises a UserError for a group choice that Hydra would misread or silently refuse."""
+def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
+    """Yields a message for each word that is no choice of a group and no value of a knob.
+
+    Args:
+        sweeps: whether a value may be a list of values to try.
+    """
+    stray = [word for word in overrides if "=" not in word and not word.startswith("~")]
+    if stray:
+        yield (
+            f"{listed(stray)}: write key=value or --key value, such as recipe=NAME; a list is one "
+            "word, such as optimizer.betas=[0.9,0.95]."
+        )
+        return
+    typed = OmegaConf.structured(schema.Recipe(model=schema.Model(build=schema.Build())))
     for word in overrides:
-        group, equals, choice = word.partition("=")
-        known = _choices(group)
-        several = group not in LISTED and re.fullmatch(r"\[.*,.*\]", choice)
-        if known and equals and (several or re.fullmatch(r"|null|true|false|[\d.]+", choice)):
-            raise UserError(f"{word}: must be one of {listed(known)}.")
+        key, equals, value = word.partition("=")
+        known = _choices(key)
+        several = key not in LISTED and re.fullmatch(r"\[.*,.*\]", value)
+        if known and equals and (several or re.fullmatch(r"|null|true|false|[\d.]+", value)):
+            yield f"{word}: must be one of {listed(known)}."
+        elif re.match(r"[a-z]", key) and not (known or "/" in key or "@" in key or sweeps):
+            yield from _problems_of_value(typed, word)
+
+
+def _problems_of_value(typed: DictConfig, word: str) -> Iterator[str]:
+    """Yields the message about a word whose key is no knob, or whose value has another type."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([word])
+        if not (override.is_sweep_override() or word.startswith(("hydra.", *OPEN_KEYS))):
+            OmegaConf.update(typed, override.key_or_group, override.value())
+    except (HydraException, OmegaConfBaseException) as error:
+        yield error_message(error)
 
 
 def _choices(group: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.schedules import at_step, steps_to_check
 from grpo_cli.config.schema import ADAM, BUILT_CONTEXT, Benchmark, Eval, HeldOut, Recipe
-from grpo_cli.errors import listed, nearest
+from grpo_cli.errors import counted, listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
 # bfloat16 has 8 bits of precision: a weight of 0.05 cannot change by less than 1e-4.
@@ -34,6 +34,19 @@ NOT_IN_ARGS = {
     "use_kernels": "it would run code from the hub",
     "ignore_mismatched_sizes": "it would train weights that were drawn at random",
 }
+EXAMPLE = """A run needs a model, rows and a reward:
+
+  grpo train model.path=HuggingFaceTB/SmolLM2-135M-Instruct dataset.train=rows.jsonl reward=[math]
+
+or the same in a file, my.yaml, for `grpo train my.yaml`:
+
+  defaults: [chat, _self_]
+  model: {path: HuggingFaceTB/SmolLM2-135M-Instruct}
+  dataset: {train: rows.jsonl, test_split_size: 0.1}
+  reward: {mine: {function: my_rewards:mine}}
+  steps: 20
+
+`grpo train recipe=arithmetic_tiny` needs none of them, and `grpo recipes` lists the others."""
 
 
 def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
@@ -42,6 +55,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     Args:
         given: full keys set on the command line.
     """
+    yield from _missing(recipe)
     yield from _of_objective(recipe)
     yield from _of_generation(recipe)
     yield from _of_model(recipe)
@@ -53,6 +67,24 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _no_such_metric(recipe)
     for name, benchmark in recipe.benchmark.items():
         yield from _of_benchmark(f"benchmark.{name}", benchmark, recipe.eval.mode)
+
+
+def _missing(recipe: Recipe) -> Iterator[str]:
+    """Yields one message about the model, the rows and the reward that the recipe lacks."""
+    model, dataset = recipe.model, recipe.dataset
+    has_rows = dataset.train or dataset.mixture or dataset.eval or dataset.held_out
+    lacks = {
+        "model.path": model.path is None and model.build is None,
+        "dataset.train": not has_rows and not recipe.benchmark,
+        "reward": not recipe.reward and not recipe.benchmark,
+    }
+    missing = [key for key, lacking in lacks.items() if lacking]
+    if len(missing) > 1:
+        yield f"missing: {', '.join(missing)}. {EXAMPLE}"
+    elif missing == ["model.path"]:
+        yield "model.path: set it to a hub name or a folder, or choose model=tiny_qwen."
+    elif missing == ["reward"]:
+        yield "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them."
 
 
 def contradictions_by_step(recipe: Recipe) -> Iterator[str]:
@@ -111,10 +143,11 @@ def _of_generation(recipe: Recipe) -> Iterator[str]:
 
 def _of_model(recipe: Recipe) -> Iterator[str]:
     model, dataset = recipe.model, recipe.dataset
-    if model.path is None and model.build is None:
-        yield "model.path: set it to a hub name or a folder, or choose model=tiny_qwen."
     if model.path is not None and model.build is not None:
-        yield f"model.path = {model.path}: the recipe builds a model; add model.build=null."
+        yield (
+            f"model.path = {model.path}: {recipe.recipe} is for the small model that it builds; "
+            f"write recipe=chat model.path={model.path}, with dataset.train and a reward."
+        )
     if model.freeze and recipe.adapter.method != "none":
         yield (
             f"model.freeze = {model.freeze}: an adapter leaves all weights of the model as they "
@@ -138,6 +171,11 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                 f"dataset.max_prompt_tokens + generation.max_completion_tokens = {longest}: must "
                 f"be <= {BUILT_CONTEXT}, the longest sequence of a model that is built."
             )
+    if model.tokenizer is not None and recipe.generation.engine.startswith("vllm"):
+        yield (
+            f"model.tokenizer = {model.tokenizer}: vLLM reads the tokenizer from the model's "
+            "folder; save it there, or use generation=transformers."
+        )
     for name in model.args:
         if name in NOT_IN_ARGS:
             yield f"model.args.{name}: cannot be set: {NOT_IN_ARGS[name]}."
@@ -206,9 +244,7 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         yield f"tracking.backend = {backend}: name each tracker once, or none."
     if not recipe.output_dir:
         yield "output_dir: is empty; name a folder."
-    if not recipe.reward and not recipe.benchmark:
-        yield "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them."
-    elif recipe.reward and not any(r.weight for r in recipe.reward.values()):
+    if recipe.reward and not any(r.weight for r in recipe.reward.values()):
         yield "reward: every weight is 0, so there is nothing to learn from."
     if recipe.eval.accuracy is not None and recipe.eval.accuracy not in recipe.reward:
         yield (
@@ -412,9 +448,7 @@ def _no_votes(recipe: Recipe) -> Iterator[str]:
     """Yields a message if votes are requested without answers to vote on."""
     config, rewards = recipe.eval, {name: b.reward for name, b in recipe.benchmark.items()}
     if not rewards and recipe.reward:
-        name = config.accuracy or next(iter(recipe.reward))
-        if name not in recipe.reward:
-            return  # reported elsewhere
+        name = recipe.accuracies[0]
         rewards = {"the held-out rows": recipe.reward[name].function}
     voteless = [name for name, reward in rewards.items() if not has_votes(reward)]
     if (
@@ -451,13 +485,14 @@ def notices(recipe: Recipe) -> Iterator[str]:
     optimizer = recipe.optimizer
     if recipe.steps > 1 and optimizer.warmup_steps >= recipe.steps:
         yield (
-            f"optimizer.warmup_steps = {optimizer.warmup_steps}: the run has {recipe.steps} steps, "
-            f"so that its learning rate stays below {optimizer.learning_rate:g}."
+            f"optimizer.warmup_steps = {optimizer.warmup_steps}: the warm-up is longer than the "
+            f"run ({counted(recipe.steps, 'step')}), whose learning rate never reaches "
+            f"{optimizer.learning_rate:g}."
         )
     late = [step for step in recipe.log.keep_steps if step > recipe.steps]
     if late:
         yield (
-            f"log.keep_steps: the run has {recipe.steps} steps; there is no step "
+            f"log.keep_steps: the run has {counted(recipe.steps, 'step')}; there is no step "
             f"{', '.join(map(str, late))} to be kept."
         )
     dtype = recipe.model.dtype
@@ -484,6 +519,12 @@ def notices(recipe: Recipe) -> Iterator[str]:
         yield (
             f"loss.ratio_level = sequence with loss.normalize = {loss.normalize}: completions "
             "count by their length; GSPO counts them alike (loss.normalize=completions)."
+        )
+    advantage = recipe.advantage
+    if loss.normalize == "constant" and advantage.rule == "group" and advantage.scale != "none":
+        yield (
+            "loss.normalize = constant: Dr. GRPO does not divide advantages by the standard "
+            "deviation either (advantage=centered)."
         )
     if loss.ratio_level == "token" and loss.normalize == "sums":
         yield (

@@ -30,7 +30,7 @@ class Arg:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    choices: tuple[str, ...] | None = None
+    choices: tuple[str | bool, ...] | None = None
     hint: str = ""  # appended to the message about an out-of-range value
 
 
@@ -90,7 +90,7 @@ def section(kind: type, *, training: bool = False) -> Any:
 def allowed(meta: Mapping[str, Any]) -> str:
     """Describes the values that a knob's metadata allows; "" if its type suffices."""
     if meta.get("choices"):
-        return "one of " + ", ".join(meta["choices"])
+        return "one of " + ", ".join(map(as_written, meta["choices"]))
     bounds = [f"{sign} {meta[key]:.12g}" for key, sign in BOUNDS if meta.get(key) is not None]
     return " and ".join(bounds)
 
@@ -99,7 +99,7 @@ def violation(key: str, value: Any, meta: Mapping[str, Any]) -> Iterator[str]:
     """Yields a message if a value lies outside a knob's range or choices."""
     if meta.get("choices"):
         if value not in meta["choices"]:
-            hint = nearest(str(value), meta["choices"])
+            hint = nearest(str(value), map(as_written, meta["choices"]))
             yield f"{key} = {value!r}: must be {allowed(meta)}.{hint}"
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         ge, gt, le, lt = (meta.get(bound) for bound, _ in BOUNDS)

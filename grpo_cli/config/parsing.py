@@ -47,6 +47,8 @@ def parse(
     cfg: DictConfig | dict[str, Any],
     given: Collection[str] = (),
     checks: Sequence[Callable[[Recipe, Collection[str]], Iterable[str]]] = (),
+    *,
+    complete: bool = True,
 ) -> Recipe:
     """Parses a composed config into a checked `Recipe`.
 
@@ -54,6 +56,7 @@ def parse(
         given: full keys set on the command line; an unread one is an error even at its default.
         checks: checks by higher-level packages, which yield messages; called only if all values
             have the right type and range.
+        complete: whether values that contradict one another, or that are missing, are an error.
 
     Raises:
         UserError: an unknown key, a value of another type, a value out of its range, a knob that
@@ -102,7 +105,8 @@ def parse(
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
     if not recipe.has_episodes:
         problems += unread_of_episodes(recipe, given, "with tools or an environment")
-    problems += contradictions(recipe, given)
+    if complete:
+        problems += contradictions(recipe, given)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return recipe
@@ -335,7 +339,7 @@ def omegaconf_message(error: BaseException, within: str = "") -> str | None:
         within: prefix of the full key, with a trailing dot, if only a part of a recipe was parsed.
     """
     chain = [error]
-    while (cause := chain[-1].__cause__) is not None:
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     for e in reversed(chain):
         key = str(getattr(e, "full_key", None) or "")
@@ -350,6 +354,8 @@ def omegaconf_message(error: BaseException, within: str = "") -> str | None:
 
 def _wrong_type(key: str, reason: str) -> str:
     """Returns the message for a value of the wrong type, given OmegaConf's reason."""
+    if "DictConfig" in reason and dict(knobs())[key].type == "str | None":
+        return f'{key}: must be text, in quotes: "{{...}}".'
     if "is not a ListConfig" in reason:
         return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
     entry = entry_field(key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.config.compose import recipe_files
+from grpo_cli.config.compose import groups
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.schema import Benchmark, Recipe, Reward
 
@@ -30,12 +30,6 @@ def as_yaml(recipe: Recipe) -> str:
         {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
     )
     return text
-
-
-def groups() -> list[str]:
-    """Returns the config groups that ship with the tool."""
-    folders = (p for p in recipe_files()[0].parent.iterdir() if p.is_dir())
-    return sorted(p.name for p in folders if any(p.glob("*.yaml")))
 
 
 def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:

@@ -7,7 +7,7 @@ dataclasses (or plain values) and never a raw config.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if,
 HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision to torch's names
 
 
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")  # of prompts, in this order
 BUILT_CONTEXT = 2048  # longest sequence of a built model, in tokens
 
 
@@ -47,9 +48,18 @@ class Build:
 class Model:
     """The policy: a hub name, a folder, or a small model built on the spot."""
 
-    path: str | None = knob(None, "Hub name or folder of a transformers causal language model.")
+    path: str | None = knob(
+        None,
+        "Hub name or folder of a transformers causal language model, or the folder of a run: its "
+        "newest checkpoint.",
+    )
     revision: str | None = knob(
         None, "Branch, tag or commit of the model on the hub.", read_if=("model.path",)
+    )
+    tokenizer: str | None = knob(
+        None,
+        "Hub name or folder of the tokenizer or processor; null: it is beside the model.",
+        read_if=("model.path",),
     )
     build: Build | None = knob(
         None,
@@ -107,13 +117,13 @@ class Model:
         None,
         "In place of the tokenizer's chat template: a Jinja file, a template as text, or hermes "
         "(ChatML with tool calls, for models whose own has none).",
-        read_if=("dataset.chat",),
+        read_if=("dataset.chat", "auto", True),
     )
     chat_template_kwargs: dict[str, Any] = knob(
         {},
         "Arguments of the chat template, such as enable_thinking: false. A column of the data "
         "named chat_template_kwargs overrides them row by row.",
-        read_if=("dataset.chat",),
+        read_if=("dataset.chat", "auto", True),
     )
     gradient_checkpointing: bool = knob(
         False, "Recompute activations in the backward pass to save memory.", training=True
@@ -178,7 +188,9 @@ class NamedRows:
         None,
         "Columns to rename before they are used, as new_name: old_name; null: dataset.columns.",
     )
-    prompt: str | None = knob(None, "Template of the prompt; null: dataset.prompt.")
+    prompt: str | None = knob(
+        None, "Column or template of the prompt; null: as dataset.prompt says."
+    )
     system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
     limit: int | None = at_least_1(None, "Use only the first N rows.")
 
@@ -230,22 +242,27 @@ class Dataset:
     columns: dict[str, str] = knob(
         {}, "Columns to rename before they are used, as new_name: old_name."
     )
-    prompt: str = knob(
-        "{prompt}",
-        "Template of the prompt over the row's columns; a literal brace is written twice.",
+    prompt: str | None = knob(
+        None,
+        "Column of the prompt, or a template over the row's columns such as '{question} Answer "
+        "briefly.', in which a literal brace is written twice; null: the first of the columns "
+        "prompt, messages, question and problem.",
     )
     system: str | None = knob(
-        None, "System prompt, for prompts that are chats.", read_if=("dataset.chat",)
+        None, "System prompt, for prompts that are chats.", read_if=("dataset.chat", "auto", True)
     )
-    chat: bool = knob(
-        False, "Wrap the prompt in the tokenizer's chat template; completions become messages."
+    chat: Any = knob(
+        "auto",
+        "Wrap the prompt in the tokenizer's chat template; completions become messages. auto: if "
+        "the model is loaded and its tokenizer has a template, or if there are tools.",
+        choices=("auto", True, False),
     )
     final_assistant: str = knob(
         "refuse",
         "Treatment of a conversation that ends with a message of the assistant: refuse the row, "
         "drop the message (the answer in supervised data), or continue it as a prefill.",
         choices=("refuse", "drop", "continue"),
-        read_if=("dataset.chat",),
+        read_if=("dataset.chat", "auto", True),
     )
     solution: str | None = knob(
         None,
@@ -323,6 +340,14 @@ class Reward:
     concurrency: int | None = at_least_1(
         None, "Completions that an async function scores at the same time; null: 16."
     )
+
+
+def own_first(functions: Mapping[str, str]) -> list[str]:
+    """Returns the names of rewards, given with their functions, those of the user's own first.
+
+    The first one is the accuracy, unless eval.accuracy names another.
+    """
+    return sorted(functions, key=lambda name: ":" not in functions[name])
 
 
 @dataclass
@@ -918,7 +943,9 @@ class Eval:
         training=True,
     )
     accuracy: str | None = knob(
-        None, "Reward function whose value 1 counts as correct; null: the recipe's first reward."
+        None,
+        "Reward function whose value 1 counts as correct; null: the recipe's first reward of your "
+        "own, or the first of all.",
     )
     num_samples: int = at_least_1(1, "Completions per held-out row or problem.")
     sampling: str = knob(
@@ -1239,6 +1266,13 @@ class Recipe:
     def has_episodes(self) -> bool:
         """Whether completions are episodes of several turns."""
         return self.has_environment or self.rollout is not None
+
+    @property
+    def accuracies(self) -> list[str]:
+        """The names of the rewards, first the one whose value 1 counts as correct."""
+        named = [self.eval.accuracy] if self.eval.accuracy in self.reward else []
+        others = own_first({name: reward.function for name, reward in self.reward.items()})
+        return [*named, *(name for name in others if name not in named)]
 
     @property
     def needs_reference(self) -> bool:

@@ -6,6 +6,7 @@ here imports torch or transformers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,20 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 def is_conversation(value: object) -> bool:
     """Returns whether a cell holds a list of messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def parsed(cell: object) -> Conversation | None:
+    """Returns the messages that a text holds as JSON; None if it holds none."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(cell)
+    except ValueError:
+        return None
+    is_messages = isinstance(value, list) and all(
+        isinstance(m, dict) and m.keys() >= {"role", "content"} for m in value
+    )
+    return value if is_messages and value else None
 
 
 def normalized(messages: Any, where: str, column: str | None = None) -> Conversation:

@@ -15,7 +15,7 @@ from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations, images
 from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
-from grpo_cli.data.rows import DATASET, Rows, only_field
+from grpo_cli.data.rows import DATASET, Rows, only_field, prompt_template
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError
 from grpo_cli.images import require as require_pillow
@@ -72,7 +72,7 @@ def make_prompts(
         rows,
         lambda n, mark: prompt_text(rows.rows[n], config, rows.line(n), mark),
         tokenizer,
-        config.chat,
+        config.chat is True,
         "dataset.chat",
         template_kwargs or {},
         tools,
@@ -269,20 +269,23 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
             that are not a conversation, or a final assistant message without
             dataset.final_assistant.
     """
-    name = only_field(config.prompt)
+    template = prompt_template(config, row)
+    name, is_chat = only_field(template), config.chat is True  # "auto" is resolved by now
     if name is not None and isinstance(row[name], list):
-        if not config.chat:
+        if not is_chat:
             raise UserError(
-                f"dataset.chat = false: row {number} holds a list of messages; "
-                "set dataset.chat=true."
+                f"dataset.chat = false: row {number} holds a list of messages; set "
+                "dataset.chat=true, with a model that has a chat template."
             )
         messages = mark(_conversation(row[name], config, number, name))
+    elif is_chat and name is not None and (in_text := conversations.parsed(row[name])):
+        messages = mark(_conversation(in_text, config, number, None))
     else:
         try:
-            text = fill(config.prompt, row, mark)
+            text = fill(template, row, mark)
         except ValueError as error:
             raise UserError(f"dataset.prompt: row {number}: {error}.") from error
-        if not config.chat:
+        if not is_chat:
             if not text:
                 raise UserError(f"dataset.prompt: the prompt of row {number} is empty.")
             return text
@@ -298,7 +301,7 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
 
 
 def _conversation(
-    cell: Any, config: Dataset, number: int, column: str
+    cell: Any, config: Dataset, number: int, column: str | None
 ) -> conversations.Conversation:
     messages = conversations.normalized(cell, f"row {number}", column)
     if messages[-1]["role"] != "assistant" or config.final_assistant == "continue":
@@ -466,7 +469,7 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, Any]]:
         if column is not None and isinstance(row[column], list):
             where = f"{rows.source}, row {line}, {column}"
             solution = conversations.normalized(row[column], where)
-            if not config.chat or solution[-1]["role"] != "assistant":
+            if config.chat is not True or solution[-1]["role"] != "assistant":
                 raise UserError(
                     f"dataset.solution: {where}: messages are the rest of a conversation: they "
                     "need dataset.chat=true and must end with the assistant's."

@@ -9,11 +9,11 @@ import dataclasses
 import random
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.schema import Dataset, MixturePart, NamedRows
+from grpo_cli.config.schema import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.files import Table, load_local
@@ -62,7 +62,7 @@ def load_rows(config: Dataset, split: str) -> Rows:
     table = rename_columns(table, config.columns, source, "dataset.columns")
     limit = config.train_limit if split == "train" else config.eval_limit
     table = first_rows(table, limit, source, key)
-    templates = {"dataset.prompt": config.prompt}
+    templates = {"dataset.prompt": prompt_template(config, table.column_names, source)}
     if config.solution is not None and split == "train":
         templates["dataset.solution"] = config.solution
     check_templates(templates, table, source, key)
@@ -93,7 +93,8 @@ def load_named(part: NamedRows, whole: Dataset, key: str) -> tuple[Rows, Dataset
             f"the data set; rename it with {key}.columns.NAME={DATASET}."
         )
     table = first_rows(table, part.limit, source, f"{key}.data")
-    templates = {f"{key}.prompt" if part.prompt is not None else "dataset.prompt": config.prompt}
+    template_key = f"{key}.prompt" if part.prompt is not None else "dataset.prompt"
+    templates = {template_key: prompt_template(config, table.column_names, source, template_key)}
     if config.solution is not None and isinstance(part, MixturePart):
         solution_key = f"{key}.solution" if solution is not None else "dataset.solution"
         templates[solution_key] = config.solution
@@ -221,9 +222,38 @@ def load_hub(
         ) from error
 
 
+def prompt_template(
+    config: Dataset, columns: Collection[str], source: str = "", key: str = "dataset.prompt"
+) -> str:
+    """Returns the template of the prompt, from a template, the name of a column or null.
+
+    Args:
+        key: the key that names the template, for error messages.
+
+    Raises:
+        UserError: the prompt is no template, and no column either.
+    """
+    given = config.prompt
+    if given is not None and ("{" in given or "}" in given):
+        return given
+    names = PROMPT_COLUMNS if given is None else (given,)
+    found = next((name for name in names if name in columns), None)
+    if found is not None:
+        return f"{{{found}}}"
+    if given is None:
+        raise UserError(
+            f"{key}: {source} has no column {', '.join(names[:-1])} or {names[-1]}; it has "
+            f"{listed(columns)}. Name the column of the prompt: {key}=COLUMN."
+        )
+    raise UserError(
+        f"{key} = {given!r}: {source} has no such column; it has {listed(columns)}. A template has "
+        f"its columns in braces, such as {{question}}.{nearest(given, columns)}"
+    )
+
+
 def only_field(template: str) -> str | None:
     """Returns the column of a template that consists of one field only, such as {prompt}."""
-    found = re.fullmatch(r"\{(\w+)\}", template)
+    found = re.fullmatch(r"\{([^{}.\[\]:!]+)\}", template)
     return found and found[1]
 
 

@@ -19,7 +19,7 @@ from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.prompts import PromptStream
-from grpo_cli.data.rows import Rows, check_templates, load_hub, rename_columns
+from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template, rename_columns
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 
@@ -63,7 +63,8 @@ def open_stream(config: Dataset) -> RowStream:
         raise UserError(f"dataset.train = {source}: the data set is empty.")
     table = files.Table(rows, list(dict.fromkeys(name for row in rows for name in row)))
     table = rename_columns(table, config.columns, source, "dataset.columns")
-    check_templates({"dataset.prompt": config.prompt}, table, source, "dataset.train")
+    template = prompt_template(config, table.column_names, source)
+    check_templates({"dataset.prompt": template}, table, source, "dataset.train")
     first = Rows(source, table.column_names, list(table))
     return RowStream(source, table.column_names, first, config)
 
@@ -227,7 +228,7 @@ class StreamedPrompts(PromptStream):
         lines = range(block.row, block.row + len(rows))
         found = Rows(self.rows.source, self.rows.columns, rows, lines)
         try:
-            _check_null(found, self.rows.config.prompt)
+            _check_null(found, prompt_template(self.rows.config, found.columns))
             prompts = self.make_prompts(found, bool(self.blocks))
         except UserError as error:
             if not self.blocks:

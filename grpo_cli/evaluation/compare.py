@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Benchmark
+from grpo_cli.config.schema import Benchmark, own_first
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.paired import paired
@@ -226,7 +226,9 @@ def _judge(stored: Stored, name: str) -> tuple[str, Any] | None:
         default = Benchmark()  # eval.json leaves out settings at their defaults
         return settings.get("reward", default.reward), settings.get("args", default.args)
     rewards = stored.section("reward")  # the recipe's rewards, which judge its held-out rows
-    found = rewards.get(stored.section("eval").get("accuracy") or next(iter(rewards), ""))
+    named = stored.section("eval").get("accuracy")
+    names = [named] if named else own_first({n: r["function"] for n, r in rewards.items()})
+    found = rewards.get(next(iter(names), ""))
     return (found["function"], found["args"]) if isinstance(found, dict) else None
 
 

@@ -107,10 +107,10 @@ def held_out(
 
     Args:
         scorer: scorer of all or some of the recipe's rewards.
-        accuracy: the reward whose value 1 counts as right; None: eval.accuracy, or the first.
+        accuracy: the reward whose value 1 counts as right; None: `Recipe.accuracies` says.
         is_one_of_several: puts the set's name into the names of its metrics.
     """
-    wanted = (accuracy, recipe.eval.accuracy, *scorer.rewards)
+    wanted = (accuracy, *recipe.accuracies)
     right = next(reward for reward in wanted if reward in scorer.rewards)
     return Task(
         name=name,

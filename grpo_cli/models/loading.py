@@ -121,7 +121,7 @@ def load_vision(
     with explained(path):
         if not vision.takes_images(read_config(config, path)):
             return None
-    return vision.load_processor(path, tokenizer, of_source(config))
+    return vision.load_processor(config.tokenizer or path, tokenizer, of_source(config))
 
 
 def load_config(
@@ -135,7 +135,9 @@ def load_config(
     config, path = base_of(config, path)
     shared = of_source(config)
     with explained(path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(config.tokenizer or path), **shared
+        )
         model_config = read_config(config, path)
         if reads_both_directions(model_config):
             raise ValueError(
@@ -143,9 +145,20 @@ def load_config(
             )
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one if files are missing
         raise UserError(
-            f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder."
+            f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder, "
+            "or name one with model.tokenizer."
         )
     return model_config, tokenizer
+
+
+def has_chat_template(config: Model, path: str | Path) -> bool:
+    """Returns whether a model's tokenizer has a chat template.
+
+    Raises:
+        UserError: the tokenizer is missing.
+    """
+    _, tokenizer = load_config(config, path)
+    return bool(tokenizer.chat_template)
 
 
 def generation_config(

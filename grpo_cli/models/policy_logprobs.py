@@ -232,7 +232,9 @@ class PolicyLogprobs:
     def fall_back(self, reason: str) -> None:
         """Switches to the next simpler mode and prints the reason."""
         dropped = self.modes.pop(0)
-        self.say(f"note: not {dropped} ({reason}); instead {self.modes[0]}")
+        self.say(
+            f"note: {dropped} is off ({reason}); {self.modes[0]} gives the same result, slower"
+        )
 
     def _fault(
         self,

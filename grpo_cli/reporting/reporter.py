@@ -38,7 +38,7 @@ from grpo_cli.data.stored_completions import (
 )
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, counted
 from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alarms import Alarms, Raised
@@ -365,7 +365,9 @@ def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> N
 
 def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Table:
     """Returns the table of results before and after the run."""
-    table = Table("", "before", "after", title=f"{summary['recipe']}: {summary['steps']} steps")
+    table = Table(
+        "", "before", "after", title=f"{summary['recipe']}: {counted(summary['steps'], 'step')}"
+    )
     before, after = summary["before"], summary["after"]
     if before is not None and after is not None:
         if "graded" not in {**before, **after}:
@@ -375,8 +377,8 @@ def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Tab
     if metrics:
         tenth = max(1, len(metrics) // 10)
         for key, title in (
-            ("reward", "training reward"),
-            ("completions/mean_length", "completion length"),
+            ("reward", "training reward, first and last tenth"),
+            ("completions/mean_length", "completion length, the same"),
         ):
             first, last = metrics[:tenth], metrics[-tenth:]
             table.add_row(title, *(f"{_average(part, key):.3f}" for part in (first, last)))

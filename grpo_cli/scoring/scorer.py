@@ -402,6 +402,8 @@ class ScoringSession:
         seconds = done.seconds / len(samples)
         if done.error is not None:
             error = done.error if done.timed_out else f"raised {done.error}"
+            if isinstance(samples[0].prompt, list) and "'list' object has no" in done.error:
+                error += " (in a chat, a completion is a list of messages: [{'content': ...}])"
             value = reward.traits.timeout_value if done.timed_out else None
             one = RewardResult(value, error=error, seconds=seconds, timed_out=done.timed_out)
             return [one for _ in samples]

@@ -33,7 +33,7 @@ from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.trl_rollouts import TrlRollouts
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, counted
 from grpo_cli.evaluation import tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
@@ -56,6 +56,8 @@ from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
+
+FIRST_PROMPT = 300  # characters of the first prompt that the header shows
 
 
 def build(
@@ -270,7 +272,7 @@ def describe(run: Run) -> None:
     say(
         f"{recipe.recipe}: {size / 1e6:.2f} M parameters{of_adapter} on {workers.device}, "
         f"{shown}, "
-        f"{recipe.steps:,} steps, {recipe.prompts_per_step} x "
+        f"{counted(recipe.steps, 'step')}, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
         f"process{'es' if workers.size > 1 else ''}; writes to {paths.shown(run.folder)}"
     )
@@ -280,10 +282,19 @@ def describe(run: Run) -> None:
     for name, reward in recipe.reward.items():
         args = [f"{key}={value}" for key, value in reward.args.items()]
         rewards.append(f"{name} ({', '.join([f'weight {reward.weight:g}', *args])})")
-    say(f"rewards: {', '.join(rewards)}")
+    accuracy = f"; accuracy: {recipe.accuracies[0]} = 1" if run.evaluator is not None else ""
+    say(f"rewards: {', '.join(rewards)}{accuracy}")
+    say(
+        f"learning rate {recipe.optimizer.learning_rate:g} ({recipe.optimizer.schedule}); chat "
+        f"template {'on' if recipe.dataset.chat else 'off'}; completions of at most "
+        f"{recipe.generation.max_completion_tokens} tokens"
+    )
+    first = str(policy.tokenizer.decode(run.queue.stream.prompts[0].ids))
+    shown = first if len(first) <= FIRST_PROMPT else f"{first[:FIRST_PROMPT]} ..."
+    say(f"first prompt, as the model reads it: {shown!r}")  # repr escapes control characters
     for description in run.scorer.descriptions:
         say(description)
-    if policy.reference is not None:
+    if policy.reference is not None and policy.reference.nbytes:
         say(f"the reference policy takes {policy.reference.nbytes / 1e6:,.4g} MB on each process")
     if workers.size == 1 and recipe.distributed.strategy == "fsdp2":
         say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")

@@ -24,7 +24,7 @@ def finish(run: Run) -> None:
     state = run.state
     error = run.checkpointer.wait()
     if run.workers.max(float(error is not None)):
-        raise TrainingError(f"the run is done, but its last checkpoint is not: {error}")
+        raise TrainingError(f"training has finished, but {error}")
     run.callbacks.checkpoints(run)
     stopped = run.stopped_by
     if stopped is not None:

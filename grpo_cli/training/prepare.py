@@ -22,7 +22,7 @@ from grpo_cli.config.schema import ADAM, Dataset, Recipe, Reward
 from grpo_cli.data import images
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.environments import factory as environments
-from grpo_cli.errors import UserError, nearest
+from grpo_cli.errors import UserError, counted, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.generation.vllm import lora
@@ -123,7 +123,7 @@ def for_training(recipe: Recipe) -> Prepared:
     check_episode_credit(recipe)
     here, folder = Path.cwd(), Path(recipe.output_dir).expanduser().absolute()
     find_resume(recipe, folder)  # early: the run builds its model before it resumes
-    recipe = with_stored_dtype(recipe)
+    recipe = resolved(recipe)
     optimizers.check(recipe)
     check_dtype(recipe)
     tracking.require(recipe.tracking.backend)
@@ -204,7 +204,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
             "dataset.eval: the recipe has no held-out rows; give a file or a hub name, or "
             "benchmark=NAME."
         )
-    recipe = with_stored_dtype(recipe)
+    recipe = resolved(recipe)
     check_model_path(recipe)
     folder = Path(recipe.output_dir).expanduser().absolute()
     executor = RewardExecutor(recipe.scoring)
@@ -462,6 +462,35 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
     return []
 
 
+def resolved(recipe: Recipe) -> Recipe:
+    """Returns the recipe with model.path=RUN, model.dtype=auto and dataset.chat=auto resolved.
+
+    Raises:
+        UserError: as `with_stored_dtype`; or dataset.system without a chat template.
+    """
+    if recipe.model.path is not None:
+        found = lookup.find_checkpoint(recipe.model.path)
+        if found is not None and paths.is_model(found):
+            model = dataclasses.replace(recipe.model, path=str(found))
+            recipe = dataclasses.replace(recipe, model=model)
+    recipe = with_stored_dtype(recipe)
+    dataset, model = recipe.dataset, recipe.model
+    if dataset.chat != "auto":
+        return recipe
+    chat = recipe.has_episodes or model.chat_template is not None
+    if not chat and model.path is not None:
+        from grpo_cli.models import loading  # late: it imports torch
+
+        lookup.check_model_folder("model.path", model.path)
+        chat = loading.has_chat_template(model, model.path)
+    if not chat and dataset.system is not None:
+        raise UserError(
+            "dataset.system: the model has no chat template to put it into; write it into "
+            "dataset.prompt, or set model.chat_template."
+        )
+    return dataclasses.replace(recipe, dataset=dataclasses.replace(dataset, chat=chat))
+
+
 def with_stored_dtype(recipe: Recipe) -> Recipe:
     """Returns the recipe with model.dtype=auto replaced by the model's stored data type.
 
@@ -532,7 +561,7 @@ def finished(recipe: Recipe) -> str | None:
             "with overwrite=true."
         )
     return (
-        f"{folder}: the run is finished after {done} steps, and nothing is left to do; "
+        f"{folder}: the run is finished after {counted(done, 'step')}, and nothing is left to do; "
         f"a larger {knob}=N continues it"
     )
 
@@ -653,7 +682,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return dataclasses.replace(
         recipe,
         output_dir=str(Path(recipe.output_dir).expanduser().absolute()),
-        model=absolute(recipe.model, "path", "chat_template"),
+        model=absolute(recipe.model, "path", "tokenizer", "chat_template"),
         adapter=absolute(recipe.adapter, "path"),
         benchmark=all_data(recipe.benchmark),
         dataset=dataclasses.replace(

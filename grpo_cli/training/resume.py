@@ -420,6 +420,11 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             others = [paths.shown(p) for p in paths.resumable(path.parent.parent) if p != path]
             names = ", ".join(reversed(others)) or "none"
+            name = run.recipe.recipe
+            with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+                stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+                if stored["recipe"] != name:
+                    reason = f"it was trained with recipe={stored['recipe']}, not {name}; {reason}"
             raise UserError(
                 f"resume: {paths.shown(path)} cannot be resumed ({reason}); other checkpoints: "
                 f"{names}."

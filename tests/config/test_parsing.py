@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.algorithm import arguments
@@ -193,7 +195,7 @@ AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tok
     ("changes", "expected"),
     [
         ({"model.path": None}, "model.path: set it to a hub name or a folder"),
-        ({**BUILT, "model.path": "some/model"}, "model.path = some/model: .* model.build=null"),
+        ({**BUILT, "model.path": "some/model"}, "model.path = some/model: .*recipe=chat"),
         ({**BUILT, "model.build.hidden_size": 20}, "hidden_size = 20: must be a multiple of 8"),
         ({**BUILT, "model.build.warmup_steps": 1}, "the warm-up needs dataset.solution"),
         ({**BUILT, "dataset.max_prompt_tokens": 2041}, "= 2049: must be <= 2048, the longest"),
@@ -229,7 +231,7 @@ AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tok
          "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = 8"),
         (AHEAD_OF_EVAL, "= 9: must be <= eval.max_completion_tokens = 8"),
         ({"generation.stop": ["a", ""]}, "generation.stop: holds an empty string"),
-        ({"tools.add": "my:add"}, "dataset.chat = false: .*set dataset.chat=true"),
+        ({"tools.add": "my:add", "dataset.chat": False}, "false: .*set dataset.chat=true"),
         ({**TALKS, "environment.mcp": "server"}, "environment.path and environment.mcp: "),
         ({**TALKS, "rollout": "my:function"}, "rollout together with environment.path"),
         ({**TALKS, "dataset.final_assistant": "continue"}, "continue: .*use drop or refuse"),
@@ -622,7 +624,7 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
         ({"generation.top_p": 0.9}, None),
         (
             {"optimizer.warmup_steps": 5, "steps": 5},
-            "optimizer.warmup_steps = 5: the run has 5 steps, so that its learning rate stays",
+            "optimizer.warmup_steps = 5: the warm-up is longer than the run (5 steps), whose",
         ),
         ({"optimizer.warmup_steps": 4, "steps": 5}, None),
         (
@@ -732,10 +734,12 @@ def test_a_benchmarks_name_names_a_folder_inside(name: str) -> None:
 
 
 def test_the_defaults_lack_only_what_a_recipe_must_say() -> None:
-    assert refused(OmegaConf.structured(Recipe)).split("\n") == [
-        "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
-        "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them.",
-    ]
+    found = refused(OmegaConf.structured(Recipe))
+    assert found.startswith("missing: model.path, dataset.train, reward. ")
+    example = found.partition("my.yaml`:\n\n")[2].partition("\n\n`grpo")[0]
+    tree = yaml.safe_load(textwrap.dedent(example))
+    assert tree.pop("defaults") == ["chat", "_self_"]
+    parse(tree)
 
 
 def test_a_schedule_says_where_it_ends() -> None:

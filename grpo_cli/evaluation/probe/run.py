@@ -214,7 +214,7 @@ def measure(
         counts: metrics of the scoring session, such as rewards/NAME/errors.
         errors: the first error by reward.
     """
-    right = next(n for n in (recipe.eval.accuracy, *recipe.reward) if n in recipe.reward)
+    right = recipe.accuracies[0]
     rollouts = [r for g in groups for r in g.rollouts]
     is_graded = not {*_values(rollouts, right)} <= {0.0, 1.0}
     prompts = [

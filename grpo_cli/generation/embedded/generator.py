@@ -180,7 +180,10 @@ class TransformersGenerator(Generator):
 
     def fall_back(self, why: str) -> None:
         """Switches to transformers' own cache, and prints the reason."""
-        self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
+        self.say(
+            f"note: the embedded engine is off ({why}); transformers' own cache gives the same "
+            "completions, slower"
+        )
         self.decoder, self.direct = CachedDecoder, None
 
     def choose_decoder(self, prompts: Sequence[Prompt]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from grpo_cli.config.schema import CHANGING, Recipe, Vllm
 
@@ -104,6 +107,11 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
                 f"generation.vllm.servers: {url!r} is no address of a server, such as "
                 "http://127.0.0.1:8000."
             )
+        elif importlib.util.find_spec("vllm") is None and is_unused_here(url):
+            yield (
+                f"generation.vllm.servers: nothing listens at {url}, and vLLM is not installed "
+                "here: pip install 'vllm>=0.32', then grpo serve recipe=NAME; or name a server."
+            )
     if len({url.rstrip("/") for url in vllm.servers}) < len(vllm.servers):
         yield "generation.vllm.servers: names a server twice."
     if not vllm.prefetch_steps:
@@ -121,6 +129,15 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
             "log-probabilities are the old policy's, and so must be of its whole distribution; "
             "set one of the two."
         )
+
+
+def is_unused_here(url: str) -> bool:
+    """Returns whether an address is this machine's and nothing listens there."""
+    place = urlsplit(url)
+    if place.hostname not in ("127.0.0.1", "localhost"):
+        return False
+    with socket.socket() as tried:
+        return tried.connect_ex((place.hostname, place.port or 80)) != 0
 
 
 def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:
