@@ -7,25 +7,30 @@ SIGTERM, or 0 if a batch system is asked to start the run again or torchrun woul
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import io
+import json
 import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import __version__
+from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lookup import with_recipe_of_run
+from grpo_cli.commands.screens import SCREENS
 from grpo_cli.config.compose import (
     complete,
     compose_and_call,
@@ -59,27 +64,36 @@ WHEN_STOPPED = {
 USAGE = """\
 grpo: train language models with GRPO
 
-  grpo train [recipe=NAME] [key=value ...]   train a model; the default recipe is arithmetic_tiny
-  grpo plan [recipe=NAME] [gpu=h100-80gb]    predict memory, time and disk of a run
-  grpo probe recipe=NAME                     find out whether a run can learn, before it trains
-  grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
-  grpo score reward=NAME input=FILE          try reward functions on stored completions
-  grpo show RUN [--step=N]                   print a run's completions, turn by turn
-  grpo watch RUN                             show a run while it runs, or after it
-  grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
-  grpo report RUN [OTHER]                    write a run, or two, as one HTML file to look through
-  grpo replay RUN --step=N                   recompute a kept step and compare its metrics
-  grpo serve model=PATH ...                  start a vLLM server that training can sample from
-  grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
-  grpo doctor [recipe=NAME]                  print what this machine has, and what recipes lack
-  grpo export CHECKPOINT FOLDER              write a checkpoint's model as a plain model folder
-  grpo recipes                               list the recipes
-  grpo rewards [MODULE ...]                  list the reward functions, also those of your modules
+  grpo train [FILE] [key=value ...]    train a model, by a recipe
+  grpo recipes                         list the recipes that ship
+  grpo rewards [MODULE ...]            list the reward functions
 
-  grpo COMMAND --help                        print what a command takes
-  grpo train recipe=NAME --help              print the groups and knobs of a recipe
-  grpo train recipe=NAME --cfg job           print the composed recipe and run nothing
-  eval "$(grpo -sc install=bash)"            switch on shell completion (also zsh, fish)
+Before a run
+  grpo plan [FILE] [gpu=h100-80gb]     predict memory and disk
+  grpo probe [FILE]                    find out whether the run can learn
+  grpo score reward=NAME input=FILE    try reward functions without a model
+  grpo explain [FILE] KEY              print a knob's value and what sets it
+  grpo doctor [FILE]                   print what this machine lacks
+
+During and after it
+  grpo watch RUN                       show a run in the terminal
+  grpo report RUN [OTHER]              write a run, or two, as one HTML file
+  grpo show RUN [--step N]             print completions
+  grpo replay RUN --step N             recompute a kept step
+  grpo eval CHECKPOINT                 evaluate a checkpoint or any model
+  grpo export CHECKPOINT FOLDER        write a plain model folder
+
+On a cluster
+  grpo slurm [FILE] nodes=N ...        write and submit a SLURM batch script
+  grpo serve model=NAME                start a vLLM server to sample from
+
+Examples
+  grpo train recipe=arithmetic_tiny    a minute on a laptop, offline
+  grpo train my.yaml steps=50 adapter=lora
+  grpo eval outputs/my
+
+`grpo COMMAND --help` fits a screen, `grpo help COMMAND` lists every word. All
+pages are in docs/. Shell completion: eval "$(grpo -sc install=bash)"
 """
 
 
@@ -121,8 +135,13 @@ def run_command(argv: list[str]) -> int:
     # peft imports bitsandbytes, which warns on some CPUs that it found no 4-bit kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        if not argv or argv[0] in ("-h", "--help", "help"):
+        asks = bool({"-h", "--help"} & {*argv[1:]}) and not {"--cfg", "--info"} & {*argv}
+        if argv[:1] == ["help"] and argv[1:2] and argv[1] in COMMANDS:
+            show_all(argv[1])
+        elif not argv or argv[0] in ("-h", "--help", "help"):
             print(USAGE, end="")
+        elif asks and argv[0] in SCREENS:
+            print(SCREENS[argv[0]], end="")
         elif argv[0] == "--version":
             print(__version__)
         elif argv[0] in ("-sc", "--shell_completion"):
@@ -175,12 +194,18 @@ def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
     return code
 
 
-def train(argv: list[str]) -> None:
-    """`grpo train`: composes the recipe, checks it, builds the run and trains."""
+def train(argv: list[str]) -> list[Path]:
+    """`grpo train`: composes the recipe, checks it, builds the run and trains.
+
+    Returns:
+        The folder of each run; several with -m.
+    """
+    runs: list[tuple[list[str], Path]] = []
 
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
+        runs.append((list(HydraConfig.get().overrides.task), Path(cfg.output_dir).expanduser()))
         recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         if message := prepare.finished(recipe):
             if os.environ.get("RANK", "0") == "0":
@@ -205,13 +230,40 @@ def train(argv: list[str]) -> None:
             raise Stopped(number, how, requeued=train.ask_for_requeue(number))
 
     compose_and_call(with_recipe_of_run(argv), task)
+    if len(runs) > 1 and os.environ.get("RANK", "0") == "0":
+        print(sweep_table(runs))
+    return [folder for _, folder in runs]
 
 
-def verb(module: str) -> Callable[[list[str]], None]:
+def sweep_table(runs: Sequence[tuple[list[str], Path]]) -> str:
+    """Returns a table of runs: the words in which they differ, accuracy before and after."""
+    shared = set.intersection(*(set(words) for words, _ in runs))
+    rows: list[tuple[str, ...]] = [("run", "words", "before", "after")]
+    for words, folder in runs:
+        found = json.loads((folder / "summary.json").read_text("utf-8"))
+        ends = [(found[end] or {}).get("accuracy") for end in ("before", "after")]
+        shown = ["-" if value is None else f"{value:.3f}" for value in ends]
+        own = " ".join(word for word in words if word not in shared)
+        rows.append((paths.shown(folder.absolute()), own, *shown))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n" + "\n".join(line.rstrip() for line in lines)
+
+
+def show_all(command: str) -> None:
+    """Prints every word of a command, in a pager if there is a terminal."""
+    import pydoc
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        COMMANDS[command](["--help"])
+    pydoc.pager(printed.getvalue())
+
+
+def verb(module: str) -> Callable[[list[str]], object]:
     """Returns the `main` of a module of grpo_cli.commands, which is imported when it is called."""
 
-    def main(argv: list[str]) -> None:
-        importlib.import_module(f"grpo_cli.commands.{module}").main(argv)
+    def main(argv: list[str]) -> object:
+        return importlib.import_module(f"grpo_cli.commands.{module}").main(argv)
 
     return main
 
@@ -258,7 +310,7 @@ IN_MODULES = (
     "plan", "probe", "score", "show", "watch", "explain", "report", "replay", "serve", "slurm",
     "doctor", "export",
 )  # fmt: skip
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
+COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "train": train,
     "eval": verb("evaluate"),
     **{name: verb(name) for name in IN_MODULES},

@@ -129,14 +129,13 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
 
 def run_ours(job: Job, probe: Probe) -> None:
     """Trains with `grpo train` in this process."""
-    from grpo_cli import train
     from grpo_cli.config import compose, parsing
     from grpo_cli.reporting import stage_clock
-    from grpo_cli.training import build, prepare
+    from grpo_cli.training import build, loop, prepare
 
     folder, w = Path(job.output) / "run", job.workload
     timed: Callable[..., Any] = stage_clock.Clock.stage
-    take_step: Callable[..., Any] = train.take_step
+    take_step: Callable[..., Any] = loop.take_step
 
     def counted(*given: Any, **named: Any) -> Any:
         probe.steps.append(Step())
@@ -153,9 +152,9 @@ def run_ours(job: Job, probe: Probe) -> None:
                 yield
 
         stage_clock.Clock.stage = metered  # type: ignore[assignment, method-assign]
-        train.take_step = counted
+        loop.take_step = counted
         try:
-            train.train(live)
+            loop.train(live)
         finally:
             live.close()
         live.workers.close()

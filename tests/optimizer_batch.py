@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from grpo_cli import train
 from grpo_cli.config.schema import Distributed, Loss, Optimizer, Recipe
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.fsdp import full_tensor
@@ -33,6 +32,7 @@ from grpo_cli.models.reference import Reference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.records import Group, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.training import loop
 from grpo_cli.training.step import Step
 from grpo_cli.training.step_progress import StepBatch
 from tests.conftest import BUILD, make_group, make_loss, make_rollout
@@ -217,7 +217,7 @@ def all_gradients(
         own.sort(key=lambda g: [mine.prompt_index for mine in groups].index(g.prompt_index))
         step = Step(run, 0, recipe, Clock(workers.device))
         step.keep(StepBatch(own, dict(rollout_stats(every)), {}))
-        metrics = train.update_policy(run, step)
+        metrics = loop.update_policy(run, step)
         found[name] = (gradients[0], metrics)
     return found
 

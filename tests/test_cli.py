@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from grpo_cli import cli
+from grpo_cli.commands.screens import SCREENS
+from grpo_cli.config import parsing
 from grpo_cli.config.compose import recipe_files
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
@@ -334,7 +336,7 @@ def test_cfg_prints_the_composed_recipe_and_runs_nothing(
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["train", "--help"], "Override anything"),
+        (["help", "train"], "Override anything"),
         (["train", "--info", "defaults"], "loss/dapo"),
         (["train", "--hydra-help"], "--multirun"),
         (["--help"], "grpo train"),
@@ -349,12 +351,34 @@ def test_help_and_info(
 
 
 @pytest.mark.smoke
-def test_help_lists_the_choices_of_each_group(grpo: Callable[..., tuple[int, str, str]]) -> None:
-    _, out, _ = grpo("train", "--help")
+@pytest.mark.parametrize("command", [c for c in cli.COMMANDS if c != "export"])
+def test_help_fits_a_screen(command: str, grpo: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = grpo(command, "--help")
+    lines = out.splitlines()
+    assert code == 0
+    assert len(lines) <= 24
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_the_help_of_train_says_what_its_default_recipe_has(
+    grpo: Callable[..., tuple[int, str, str]],
+) -> None:
+    _, out, _ = grpo("train", "recipe=chat", "--cfg", "job")
+    composed, text = yaml.safe_load(out), SCREENS["train"]
+    for key, value in re.findall(r"^  ([a-z_.]+)=([0-9e-]+) ", text, re.MULTILINE):
+        assert parsing.value_at(composed, key) == float(value)
+    assert "loss=dapo" in text
+    assert "generation.num_generations=8" in text
+
+
+@pytest.mark.smoke
+def test_help_of_a_command_lists_the_choices_of_each_group(
+    grpo: Callable[..., tuple[int, str, str]],
+) -> None:
+    _, out, _ = grpo("help", "train")
     for group in ("loss", "advantage"):
         names = sorted(p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml"))
         assert f"\n{group}: {', '.join(names)}\n" in out
-    assert "_defaults" not in out
 
 
 def test_recipes_and_rewards_are_listed(grpo: Callable[..., tuple[int, str, str]]) -> None:

@@ -42,7 +42,9 @@ from grpo_cli.checkpoints.paths import (
     REPLACED,
     TRAINING,
     checkpoint_path,
+    has_training_state,
     is_interrupted,
+    is_model,
     kept_path,
     recover,
     remove,
@@ -84,6 +86,7 @@ class _Job:
 
     path: Path
     with_model: bool  # whether to write a model folder too
+    resumable: bool  # whether to keep what resuming needs
     outdated: Callable[[], list[Path]]
     done: Callable[[], None]
     model: nn.Module
@@ -134,6 +137,7 @@ class Checkpointer:
         tokenizer: Processing,
         *,
         with_model: bool,
+        resumable: bool = True,
         card: str = "",
         contents: bytes = b"",
         outdated: Callable[[], list[Path]] = list,
@@ -148,6 +152,7 @@ class Checkpointer:
             recipe_yaml: contents of recipe.yaml.
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
+            resumable: keep what resuming needs; else the model folder stands alone.
             contents: contents.json, the hashes of the run's inputs; b"": none.
             card: the model card, which becomes README.md of the model folder; "": none.
             outdated: returns the checkpoints to be removed after this one is written; on a full
@@ -155,7 +160,7 @@ class Checkpointer:
             done: called on the main process when the checkpoint has its final name.
         """
         self.wait()
-        job = _Job(path, with_model, outdated, done, parts.model)
+        job = _Job(path, with_model, resumable, outdated, done, parts.model)
         _being_written.add(job.partial)
         with heartbeat.inside("checkpoint"):
             try:
@@ -266,6 +271,8 @@ class Checkpointer:
             files = {name: entry for part in written for name, entry in part.items()}
             files |= write_model_and_state(job)
             manifest.write(job.partial, files)
+            if not job.resumable:
+                keep_model_only(job.partial)
             manifest.sync_folders(job.partial)
             give_name(job.partial, job.path)
             provenance.note_own(job.path)
@@ -549,6 +556,16 @@ def outdated(
     return [path for path in found if path != newest and path not in in_use]
 
 
+def keep_model_only(path: Path) -> None:
+    """Deletes what resuming needs from a checkpoint with a model folder."""
+    files = manifest.read(path)
+    gone = [name for name in files if name == STATE or name.startswith(f"{shards.SHARDS}/")]
+    manifest.write(path, {name: entry for name, entry in files.items() if name not in gone})
+    for name in gone:
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(path / shards.SHARDS, ignore_errors=True)
+
+
 def prune(
     folder: Path,
     keep_last: int,
@@ -556,7 +573,7 @@ def prune(
     newest: Path | None = None,
     in_use: Collection[Path] = (),
 ) -> None:
-    """Removes the `outdated` checkpoints of a run.
+    """Removes the `outdated` checkpoints of a run, and all but the model of a best one among them.
 
     Args:
         newest: the checkpoint just written. One of an interrupted step is removed once there is
@@ -566,6 +583,9 @@ def prune(
     remove_torn(folder / "checkpoints")
     for path in outdated(folder, keep_last, best, newest, in_use):
         remove(path)
+    for path in outdated(folder, keep_last, None, newest, in_use):  # the best one
+        if is_model(path) and has_training_state(path):
+            keep_model_only(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
             remove(path)

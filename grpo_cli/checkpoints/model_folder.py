@@ -47,8 +47,17 @@ def files_of(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, 
         model.save_pretrained(folder, state_dict={})  # writes no weights
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        files = {p: p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*"))}
-        return {name: p.read_bytes() for p, name in files.items() if p.is_file()}
+        paths = {p: p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*"))}
+        files = {name: p.read_bytes() for p, name in paths.items() if p.is_file()}
+    if (dtype := stored_dtype(model)) is not None:
+        config = json.loads(files["config.json"]) | {"dtype": str(dtype).removeprefix("torch.")}
+        files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    return files
+
+
+def stored_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """Returns the dtype of the files that a model was loaded from; None for one built here."""
+    return getattr(model, "stored_dtype", None)
 
 
 def files_of_adapter(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
@@ -64,6 +73,8 @@ def as_published(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) in the published format, for example one tensor per expert.
 
+    Weights are converted to the dtype of the files that the model was loaded from.
+
     Args:
         model: may be on the meta device.
         names: tensor names in the model.
@@ -75,12 +86,23 @@ def as_published(
     if mapping is None:
         mapping = get_model_conversion_mapping(model, add_legacy=False)
     if not mapping:
-        yield from ((name, read[name]) for name in kept)
+        yield from ((name, in_stored_dtype(model, name, read[name])) for name in kept)
         return
     by_layer = any(isinstance(step, WeightConverter) for step in mapping)
     kept.sort(key=_layer)
     for _, group in itertools.groupby(kept, key=_layer if by_layer else None):
-        yield from revert_weight_conversion(model, {name: read[name] for name in group}).items()
+        own = {name: in_stored_dtype(model, name, read[name]) for name in group}
+        yield from revert_weight_conversion(model, own).items()
+
+
+def in_stored_dtype(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor:
+    """Returns a weight in the dtype of the files that the model was loaded from."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    exact = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *strict}
+    dtype = stored_dtype(model)
+    if dtype is None or not tensor.is_floating_point() or exact & {*name.split(".")}:
+        return tensor
+    return tensor.to(dtype)
 
 
 def _layer(name: str) -> str:

@@ -110,6 +110,7 @@ def resumable(folder: Path) -> list[Path]:
     pattern = re.compile(rf"step-\d+({re.escape(INTERRUPTED)})?")
     names = {p.name.removesuffix(REPLACED) for p in (folder / "checkpoints").glob("step-*")}
     paths = [folder / "checkpoints" / name for name in names if pattern.fullmatch(name)]
+    paths = [p for p in paths if has_training_state(p) or not is_model(p)]  # else a model alone
     return sorted(paths, key=lambda path: (step_of(path), is_interrupted(path)), reverse=True)
 
 

@@ -52,8 +52,7 @@ class Settings:
 
     trust: bool = knob(
         False,
-        "Obey all that the checkpoint's own recipe says, though another user has made it, and it "
-        "can run code or reach other files and machines.",
+        "Trust the checkpoint's recipe completely, even if someone else made it. It can run code.",
     )
     completions: str | None = knob(
         None, "File of completions, or the folder of a run, to score without a model."
@@ -66,8 +65,11 @@ SHORT = ("mode", "metric", "num_samples", "temperature", "top_p", "k", "limit")
 MANY = 10**6  # completions
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> list[Path]:
     """Runs `grpo eval` with the words after it.
+
+    Returns:
+        The folder of each evaluation of a model.
 
     Raises:
         UserError: a mistake on the command line. TrainingError: the evaluation failed.
@@ -77,7 +79,7 @@ def main(argv: list[str]) -> None:
         from grpo_cli.evaluation import compare
 
         compare.main([*words[1:], *options])
-        return
+        return []
     if {"-h", "--help"} & {*options}:
         print(USAGE + described(Settings))
     words = [w for word in words for w in spelt_out(word)]
@@ -89,7 +91,7 @@ def main(argv: list[str]) -> None:
         if models:
             raise UserError(f"grpo eval: {models[0]} and completions= exclude one another.")
         evaluate_completions(Path(given.completions).expanduser(), given.columns, overrides)
-        return
+        return []
     if given.columns:
         raise UserError("columns: is only read with completions=FILE.")
     if len(models) != 1 and not {*options} - {"-m", "--multirun"}:
@@ -100,7 +102,7 @@ def main(argv: list[str]) -> None:
     for word in words:
         if word.startswith(("model=", "model.path=", "model.build")):
             raise UserError(f"{word}: grpo eval evaluates the checkpoint that it is given.")
-    evaluate_checkpoint(find_model(models[0]) if models else "", overrides, given.trust)
+    return evaluate_checkpoint(find_model(models[0]) if models else "", overrides, given.trust)
 
 
 def spelt_out(word: str) -> list[str]:
@@ -138,12 +140,16 @@ def as_override(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
+def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Path]:
     """Evaluates a model on benchmarks, or on the held-out rows of the recipe stored with it.
 
     Args:
         trust: whether to apply all of a stored recipe that another user has made.
+
+    Returns:
+        The folder of each evaluation.
     """
+    folders: list[Path] = []
     check_read(overrides)
     stored = Path(path) / paths.TRAINING / "recipe.yaml"
     is_local = bool(path) and Path(path).is_dir()
@@ -184,6 +190,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
             folder = paths.evaluation_folder(path) / folder_name(recipe)
             recipe.output_dir = str(folder_of_job(folder))
         prepared = prepare.for_evaluation(recipe)
+        folders.append(prepared.folder)
         from grpo_cli.commands import evaluation_run
 
         try:
@@ -193,6 +200,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
 
     with off_import_path(is_foreign):
         compose_and_call(overrides, task, BARE, only_this_file=obeys_foreign)
+    return folders
 
 
 def evaluate_completions(path: Path, columns: Mapping[str, str], overrides: list[str]) -> None:

@@ -56,7 +56,7 @@ class Settings:
     )
     json: bool = knob(False, "Print one JSON object.")
     trust: bool = knob(
-        False, "Obey all that the run's recipe says, though another user has made the run."
+        False, "Trust the run's recipe completely, even if someone else made it. It can run code."
     )
 
 
@@ -79,8 +79,7 @@ def main(argv: list[str]) -> None:
         check_recipe(kept)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("grpo replay: runs in one process; start it without torchrun.")
-    from grpo_cli import train
-    from grpo_cli.training import replayed_run
+    from grpo_cli.training import loop, replayed_run
     from grpo_cli.training.rollouts.credit import assign_advantages
     from grpo_cli.training.step import begin
 
@@ -88,9 +87,9 @@ def main(argv: list[str]) -> None:
         live, processes = replayed_run.restore(run.path, kept, settings.device, trust)
         step = begin(live)
         assert step.batch is not None, "a kept step has its rollouts"
-        step_stats = train.fill_logprobs(live, step, step.batch)
+        step_stats = loop.fill_logprobs(live, step, step.batch)
         assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
-        metrics = train.update_policy(live, step)
+        metrics = loop.update_policy(live, step)
     checks, device = compared(recorded, metrics, settings.tolerance), str(live.workers.device)
     if settings.json:
         data = {"run": str(run.path), "step": number, "device": device, "processes": processes}

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from grpo_cli import train
 from grpo_cli.checkpoints import checkpointer
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal, end_of_job
 from grpo_cli.distributed.supervisor import CLOSING_SECONDS, SAVING_SECONDS, Supervisor
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.training import build
+from grpo_cli.training import build, loop
 from grpo_cli.training.prepare import Prepared
 from grpo_cli.training.run import Run
 
@@ -54,7 +53,7 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
         live = build.build(prepared, command, workers, stop)
         supervisor.on_failure = partial(live.reporter.status.end, "failed")
         with without_long_pauses():
-            train.train(live)
+            loop.train(live)
     except StoppedWhileStarting as early:
         if not supervisor.send_stop_now(early.signal):  # another process failed: torchrun's signal
             supervisor.leave(1)

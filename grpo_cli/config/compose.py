@@ -264,8 +264,9 @@ def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) 
     of_choice = _read(recipe_files()[0].parent / "dataset" / f"{choice}.yaml")
     if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
         del of_choice["prompt"]  # found by its name in other rows too
-    gone = [k for k in OF_ROWS if k in of_choice and k not in own and f"dataset.{k}" not in given]
     defaults = dataclasses.asdict(schema.Dataset())
+    kept = {*own, *(key.removeprefix("dataset.") for key in given)}
+    gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
     words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone]
     if gone and os.environ.get("RANK", "0") == "0":
         print(

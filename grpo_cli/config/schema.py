@@ -1057,9 +1057,15 @@ class Stop:
 class Checkpoint:
     """Checkpoints: when they are written, and which of them are kept."""
 
-    every: int = at_least_0(100, "Save a checkpoint every N steps; 0: only when the run ends.")
+    every: int = at_least_0(
+        100,
+        "Save a checkpoint every N steps; 0: only when the run ends, as a model folder from which "
+        "it cannot be resumed.",
+    )
     keep_last: int = at_least_1(
-        2, "Number of newest checkpoints to keep; the best one is also kept."
+        2,
+        "Number of newest checkpoints to keep; the best one is also kept, without the optimizer's "
+        "state.",
     )
     model: str = knob(
         "auto",
@@ -1169,8 +1175,8 @@ class Recipe:
     )
     epochs: float | None = above_0(
         None,
-        "Passes over the training prompts that decide the number of steps, in place of `steps`; "
-        "null: `steps` does.",
+        "Length of the run in passes over the training prompts, in place of `steps`; null: `steps` "
+        "decides.",
         training=True,
     )
     prompts_per_step: int = at_least_1(

@@ -213,7 +213,7 @@ def described(kind: type, dashes: bool = False) -> str:
             doc += f" ({', '.join(choices)})"
         head = f"  {option(name) if dashes else name}{_value_shown(f)}"
         lines += textwrap.wrap(
-            f"{head:26} {doc}", 98, subsequent_indent=" " * 27, break_on_hyphens=False
+            f"{head:26} {doc}", 80, subsequent_indent=" " * 27, break_on_hyphens=False
         )
     return "\n".join(lines) + "\n"
 

@@ -64,6 +64,7 @@ def load(
         adapters.load(model, adapter, trained=False)
         return model, tokenizer
     model_config, tokenizer = load_config(config, path)
+    stored = model_config.dtype or model_config.get_text_config(decoder=True).dtype
     shared = of_source(config)
     dtype = getattr(torch, config.dtype)
     quantized = quantization.load_options(config, half_type or dtype)
@@ -96,6 +97,7 @@ def load(
                 code = {"trust_remote_code": config.trust_remote_code}
                 model = auto_model.from_config(model_config, **options, **code)
             model.generation_config = generation_config(config, path, model_config)
+    model.stored_dtype = stored  # checkpoints' model folders have it again
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     prepare_for_training(model, config)

@@ -1,5 +1,5 @@
-"""The objects around the loop of `train.py`.
+"""The training loop (`loop.py`) and the objects around it.
 
-Start with `run.py` and `step.py`; `build.py` makes them from a recipe, `rollouts/` samples and
-scores a step. May import every package except cli, commands and train.
+Start with `loop.py`, `run.py` and `step.py`; `build.py` makes them from a recipe, `rollouts/` samples and
+scores a step. May import every package except api, cli and commands.
 """

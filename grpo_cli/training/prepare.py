@@ -432,7 +432,14 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
     if recipe.resume is not None and recipe.overwrite:
         raise UserError("overwrite=true discards the run that resume continues; set one of them.")
     if recipe.resume == "auto":
-        return paths.resumable(folder)
+        found = paths.resumable(folder)
+        if not found and saved:
+            raise UserError(
+                f"resume = auto: {paths.shown(folder)} holds a model and no state to resume from "
+                "(checkpoint.every=0); begin a run from it with "
+                f"model.path={paths.shown(folder)} and another output_dir."
+            )
+        return found
     if lock.is_restart(folder):  # the same run continues, whatever it started from
         own = paths.resumable(folder)
         return own if own or recipe.resume is None else [Path(recipe.resume).expanduser()]
@@ -546,7 +553,7 @@ def finished(recipe: Recipe) -> str | None:
         if stored.get("epochs") != recipe.epochs:  # the number of steps depends on the data
             return None
         knob, steps = "epochs", stored["steps"]
-    if not restarts or done < steps or not paths.resumable(folder):
+    if not restarts or done < steps or not paths.steps_saved(folder):
         return None
     changes = [
         change

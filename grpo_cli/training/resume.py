@@ -80,8 +80,7 @@ def save_interrupted(run: Run) -> None:
 def is_due(run: Run) -> bool:
     """Returns whether to save after the present step: on schedule, at the end, or at a new best."""
     every, step = run.recipe.checkpoint.every, run.state.step
-    on_schedule = every > 0 and step % every == 0
-    return on_schedule or run.is_over or step == run.state.best_step
+    return run.is_over or (every > 0 and (step % every == 0 or step == run.state.best_step))
 
 
 def to_keep(run: Run, *, wait: bool) -> list[PrefetchedGroups]:
@@ -162,16 +161,19 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         prune(run, path)
         run.interrupts.save_seconds = time.monotonic() - began
 
+    with_model = writes_model(run)
+    resumable = run.recipe.checkpoint.every > 0 or not (run.is_over and with_model)
     run.reporter.sync()
     if run.plan is not None:
         run.plan.write(run.policy.micro_batches.budget.tokens)
     run.checkpointer.save(
         path,
-        Parts(run.policy.model, run.policy.optimizer, moved),
+        Parts(run.policy.model, run.policy.optimizer, moved, keeps_optimizer=resumable),
         entries,
         saved_recipe.as_yaml(run.recipe),
         run.policy.processor,
-        with_model=writes_model(run),
+        with_model=with_model,
+        resumable=resumable,
         contents=contents.as_json(run.contents),
         card=card_of(run) if workers.is_main else "",
         outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),

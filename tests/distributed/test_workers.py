@@ -207,7 +207,7 @@ def test_memory_that_runs_out_on_one_process_of_a_shared_model_ends_all(
     assert line.startswith(f"grpo: process {rank} on "), line
     assert "out of memory with micro-batches of 40 tokens; processes that share" in line
     assert "resume=auto update.tokens_per_micro_batch=20" in line
-    assert "grpo_cli/train.py" not in said, "a traceback of ours"
+    assert "grpo_cli/training/loop.py" not in said, "a traceback of ours"
 
 
 def and_then_no_memory(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli import train
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.training import loop
 from tests.optimizer_batch import FEW, all_gradients, make_groups
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
@@ -45,7 +45,7 @@ class HostReads(TorchDispatchMode):
 
 def test_packed_micro_batch_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = HostReads()
-    forward, backward, tolist = train.forward, Workers.backward, Tensor.tolist
+    forward, backward, tolist = loop.forward, Workers.backward, Tensor.tolist
     inside: list[bool] = []
 
     def recording(function: Any) -> Any:
@@ -65,7 +65,7 @@ def test_packed_micro_batch_reads_nothing_from_the_device(monkeypatch: pytest.Mo
         return tolist(tensor)
 
     monkeypatch.setattr(Tensor, "tolist", noted)
-    monkeypatch.setattr(train, "forward", recording(forward))
+    monkeypatch.setattr(loop, "forward", recording(forward))
     monkeypatch.setattr(Workers, "backward", recording(backward))
     all_gradients(Workers("cpu"), make_groups(), 40, names=set(FEW) - {"router"})
     found = sorted(set(reads.found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from grpo_cli.checkpoints import model_folder
 from grpo_cli.config.contradictions import contradictions
 from grpo_cli.config.schema import Model, Recipe
 from grpo_cli.errors import UserError
@@ -105,6 +107,20 @@ def test_a_token_without_an_embedding(model: PreTrainedModel, past: int) -> None
 
 
 # Arguments of from_pretrained.
+
+
+def test_a_model_folder_has_the_dtype_of_the_files_that_were_loaded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    tokenizer.save_pretrained(tmp_path / "half")
+    loaded, _ = loading.load(Model(path=str(tmp_path / "half")), tmp_path / "half")
+    assert loaded.dtype == torch.float32
+    assert json.loads(model_folder.files_of(loaded, None)["config.json"])["dtype"] == "bfloat16"
+    weights = dict(loaded.state_dict())
+    written = dict(model_folder.as_published(loaded, weights, weights))
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in written.items())
 
 
 def test_changed_config_field_is_stored(folder: Path, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli import train
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.models.attention import Layout
-from grpo_cli.training import run
+from grpo_cli.training import loop, run
 from tests.distributed.test_workers import launch, results
 from tests.training.test_train import built, one_update, weights
 
@@ -163,7 +162,7 @@ def test_halved_budget_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[st
         write(step, *rest),
         seen.append(live.policy.micro_batches.budget.tokens),
     )
-    train.train(live)
+    loop.train(live)
     live.close()
     out = capsys.readouterr().out
     halved = live.policy.micro_batches.budget.tokens
@@ -181,7 +180,7 @@ def test_halved_budget_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     assert resumed.policy.micro_batches.budget.tokens == halved
     again = Allocator(resumed.policy.model, 60)
-    train.train(resumed)
+    loop.train(resumed)
     resumed.close()
     assert again.failures == 0
     assert "out of memory" not in capsys.readouterr().out

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import train
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing
 from grpo_cli.distributed.workers import exit_process
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.training import loop
 from grpo_cli.training.callbacks import Event, Outcome
 from tests import programs
 from tests.tables import table
@@ -151,7 +151,7 @@ def test_callback_ends_run(hook: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_resumed_callback_has_its_state(tmp_path: Path) -> None:
     live = built(tmp_path, eval__every=2, callbacks={"mine": of(Recorder)})
     live.recipe.steps = 2
-    train.train(live)
+    loop.train(live)
     live.close()
     stored = SEEN[-1]
     assert stored.hook == "on_end"

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import train
 from grpo_cli.errors import UserError
 from grpo_cli.models.policy import LoadedModel
-from grpo_cli.training import build, prepare
+from grpo_cli.training import build, loop, prepare
 from grpo_cli.training.run import Run
 from tests.training.test_interrupted import leaving_at, timeless
 from tests.training.test_train import built, metrics, recipe, trained, weights
@@ -22,7 +21,7 @@ def trained_in_parts(folder: Path, call: int, **changes: Any) -> Run:
     """A run that is left when it asks for the `call`-th time, and resumed."""
     left = built(folder, **changes)
     leaving_at(left, call)
-    train.train(left)
+    loop.train(left)
     left.close()
     assert 0 < left.state.step < left.recipe.steps
     return trained(folder, resume="auto", **changes)

@@ -10,11 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from grpo_cli import train
 from grpo_cli.checkpoints import paths
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.training import resume
+from grpo_cli.training import loop, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, metrics, trained, weights
 
@@ -68,7 +67,7 @@ def times_asked(folder: Path, changes: dict[str, Any]) -> tuple[Run, int]:
         return False
 
     run.interrupts.is_due = is_due  # type: ignore[method-assign]
-    train.train(run)
+    loop.train(run)
     run.close()
     return run, asked
 
@@ -86,7 +85,7 @@ def test_resume_within_a_step(tmp_path: Path, changes: dict[str, Any], moments: 
         output = {"output_dir": str(tmp_path / f"left-{call}")}
         left = built(tmp_path, **output, **changes)
         leaving_at(left, call)
-        train.train(left)
+        loop.train(left)
         left.close()
         if left.recovery.interrupted is not None:
             kept.add(left.recovery.interrupted.name)
@@ -140,10 +139,10 @@ def test_resumed_run_keeps_its_fallbacks(tmp_path: Path) -> None:
     def found(run: Run) -> dict[str, Any]:
         return {name: part for name, part in resume.checks(run).items() if name != "made"}
 
-    train.train(straight)
+    loop.train(straight)
     assert found(straight) == expected
     leaving_at(halted, 40)
-    train.train(halted)
+    loop.train(halted)
     for run in (straight, halted):
         run.close()
     assert 1 <= halted.state.step < 3

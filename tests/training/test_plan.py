@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli import train
-from grpo_cli.training import build, prepare
+from grpo_cli.training import build, loop, prepare
 from tests.training.test_train import recipe
 
 pytestmark = pytest.mark.runs
@@ -22,7 +21,7 @@ def test_plan_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run" / "plan.json"
     assert not path.exists()
     try:
-        train.train(live)
+        loop.train(live)
     finally:
         live.close()
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

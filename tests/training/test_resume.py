@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.cli import run_command
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.schema import Adapter, Model, Recipe
@@ -113,6 +113,38 @@ def test_best_checkpoint_is_kept(live: Run, monkeypatch: pytest.MonkeyPatch) -> 
     saved(live, 6, best=6)
     saved(live, 7, best=6)
     assert paths.steps_saved(live.folder) == [6, 7]
+
+
+def test_the_best_checkpoint_keeps_only_its_model(live: Run) -> None:
+    saved(live, 1, best=1)
+    best, newest = (paths.checkpoint_path(live.folder, step) for step in (1, 2))
+    assert paths.has_training_state(best)
+    weights = (best / "model.safetensors").read_bytes()
+    saved(live, 2, best=1)
+    assert (best / "model.safetensors").read_bytes() == weights
+    assert not paths.has_training_state(best)
+    assert not paths.has_shards(best)
+    manifest.check(best)
+    assert paths.resumable(live.folder) == [newest], "even if the newest is damaged"
+
+
+@pytest.mark.runs
+def test_without_checkpoints_a_run_leaves_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=arithmetic_tiny", "prompts_per_step=4", "model.build.warmup_steps=0"]
+    words += ["checkpoint.every=0", "eval.every=1", "device=cpu", "dataset.eval_limit=4", "steps=2"]
+    assert run_command(["train", *words, "output_dir=run"]) == 0
+    files = {p.name for p in Path("run/checkpoints/step-2").rglob("*") if p.is_file()}
+    assert {"model.safetensors", "recipe.yaml"} < files
+    assert not any(name.endswith((".distcp", ".pt")) for name in files), files
+    assert paths.steps_saved(Path("run")) == [2]
+    assert run_command(["eval", "run"]) == 0
+    assert run_command(["train", *words, "output_dir=run", "resume=auto", "steps=3"]) == 2
+    assert "begin a run from it with model.path=run" in capsys.readouterr().err
+    again = ["model.build=null", "model.path=run", "dataset.chat=false", "output_dir=again"]
+    assert run_command(["train", *words, *again]) == 0
 
 
 def test_oldest_checkpoint_goes_first_on_a_full_disk(

@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_cli import train
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
@@ -27,7 +26,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Group
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
-from grpo_cli.training import build, prepare, run
+from grpo_cli.training import build, loop, prepare, run
 from grpo_cli.training.logprob_passes import fill_ref_logprobs
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
@@ -105,7 +104,7 @@ def built(folder: Path, **changes: Any) -> run.Run:
 def trained(folder: Path, **changes: Any) -> run.Run:
     live = built(folder, **changes)
     try:
-        train.train(live)
+        loop.train(live)
     finally:
         live.close()
     return live
@@ -143,12 +142,12 @@ def updated(live: run.Run) -> Update:
     rollouts = [r for g in step.groups for r in g.rollouts]
     if live.policy.reference is not None:
         fill_ref_logprobs(live, live.recipe, rollouts)
-    train.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
+    loop.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
     gradients: list[torch.Tensor] = []
     live.policy.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
         p.grad.clone() for p in live.policy.model.parameters()
     )
-    return gradients, train.update_policy(live, step_with(live, step))
+    return gradients, loop.update_policy(live, step_with(live, step))
 
 
 def step_with(live: run.Run, batch: StepBatch) -> Step:
@@ -201,7 +200,7 @@ def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
         p.grad.clone() for p in live.policy.model.parameters()
     )
     live.recipe.optimizer.max_grad_norm = 1e9
-    entropy = train.update_policy(live, step_with(live, step))["entropy"]
+    entropy = loop.update_policy(live, step_with(live, step))["entropy"]
     live.close()
     assert entropy == pytest.approx(
         output.metrics.reduced(live.workers).figures["entropy"], rel=1e-5
@@ -308,7 +307,7 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
         halted.interrupts.stop.signal = 15 if step == 3 else None
 
     halted.reporter.step = write_and_stop  # type: ignore[method-assign]
-    train.train(halted)
+    loop.train(halted)
     halted.close()
     assert paths.steps_saved(halted.folder)[-1] == 3
 
@@ -373,7 +372,7 @@ def test_trainer_state_after_resume(tmp_path: Path) -> None:
         return evaluate(**kwargs)
 
     object.__setattr__(halted.evaluator, "run", stop_in_step_2)
-    train.train(halted)
+    loop.train(halted)
     halted.close()
     left = paths.resumable(halted.folder)[0]  # the latest
     trained(tmp_path, output_dir=str(tmp_path / "moved"), resume=str(left), **changes)
@@ -387,7 +386,7 @@ def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
     resumed = built(tmp_path, resume=str(paths.checkpoint_path(live.folder, 2)))
     assert [m["step"] for m in metrics(resumed)] == [1, 2]
     assert paths.steps_saved(live.folder) == [2], "resume=auto must not find another course"
-    train.train(resumed)
+    loop.train(resumed)
     resumed.close()
     assert [m["step"] for m in metrics(resumed)] == [1, 2, 3, 4]
 
@@ -402,7 +401,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path: Path) -> 
         TrainingError,
         match=r"step 1: the loss is nan .*learning_rate = 0\.001; .* checkpoint is none",
     ):
-        train.train(live)
+        loop.train(live)
     live.close()
     assert torch.equal(before, weights(live))
 
@@ -440,7 +439,7 @@ def leaves(completions: list[str]) -> list[float]:
 def test_rows_without_a_reward(tmp_path: Path) -> None:
     live = built(tmp_path, reward={"none": {"function": "tests.training.test_train:never_applies"}})
     before = weights(live)
-    train.train(live)
+    loop.train(live)
     live.close()
     assert metrics(live)[0]["rewards_none"] == 24
     assert torch.equal(before, weights(live))
@@ -497,7 +496,7 @@ def test_dynamic_sampling_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     same = {"same": {"function": "tests.training.test_train:always_one"}}
     live = built(tmp_path, generation__dynamic_sampling=True, reward=same)
     before = weights(live)
-    train.train(live)
+    loop.train(live)
     live.close()
     assert torch.equal(before, weights(live)), "nothing to train on, and no step was taken"
     for m in metrics(live):
@@ -529,7 +528,7 @@ def test_the_reference_is_refreshed(tmp_path: Path) -> None:
         optimizer__learning_rate=1e-2,
     )
     first = weights(live)
-    train.train(live)
+    loop.train(live)
     live.close()
     assert live.policy.reference is not None
     mixed = torch.cat([p.flatten() for p in live.policy.reference.logprobs.model.parameters()])

@@ -107,7 +107,7 @@ def listed(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, str]]:
             "key": key,
             "old": as_written(publishable(a, key)),
             "new": as_written(publishable(b, key)),
-            "doc": docs.get(key) or of_rewards.get(key.rpartition(".")[2], ""),
+            "doc": (docs.get(key) or of_rewards.get(key.rpartition(".")[2], "")).replace("`", ""),
         }
         for key, (a, b) in changes(old, new).items()
         if key != "recipe"

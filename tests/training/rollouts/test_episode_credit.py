@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from grpo_cli import train
 from grpo_cli.config.schema import (
     Advantage,
     EnvironmentSettings,
@@ -17,6 +16,7 @@ from grpo_cli.config.schema import (
 )
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.training import loop
 from grpo_cli.training.rollouts.collect import collect
 from grpo_cli.training.rollouts.episode_credit import check_episode_credit
 from tests.conftest import CPU
@@ -86,7 +86,7 @@ def test_run_with_credit_for_turns(tmp_path: Path) -> None:
     )
     batch = collect(live, live.recipe, Clock(CPU))
     groups = batch.groups
-    train.assign_advantages(live.recipe, groups, batch.step_stats, 0)
+    loop.assign_advantages(live.recipe, groups, batch.step_stats, 0)
     rollouts = [r for g in groups for r in g.rollouts]
     failed = [r for r in rollouts if r.completion.environment_failed]
     assert 0 < len(failed) < len(rollouts)
@@ -100,7 +100,7 @@ def test_run_with_credit_for_turns(tmp_path: Path) -> None:
     for r in several:
         for start, end in r.completion.model_turns:
             assert len(set(r.advantages[start:end].tolist())) == 1
-    train.train(live)
+    loop.train(live)
     live.close()
     for line in metrics(live):
         assert line["environment/unscored"] == line["rewards_none"] > 0

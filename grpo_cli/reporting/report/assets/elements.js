@@ -74,7 +74,7 @@ function plus(value, format = number) {
 }
 
 function share(value, digits = 1) {
-  return value === null || value === undefined ? '–' : `${signed((100 * value).toFixed(digits))} %`;
+  return value === null || value === undefined ? '–' : `${signed((100 * value).toFixed(digits))}\u00a0%`;
 }
 
 function seconds(value) {

@@ -2,9 +2,8 @@
 
 function recipeTab() {
   return h('div', { class: 'stack' }, report.two ? recipeDifference() : null, report.runs.map((run) => [
-    card(report.two ? `Changed in the shipped recipe: ${run.label}` : `Changed in the shipped recipe${run.recipe ? ` ${run.recipe}` : ''}`,
-      run.changes.shipped === null ? missing(`${run.recipe || 'The recipe'} is not one that grpo ships.`)
-        : run.changes.shipped.length ? knobs(run.changes.shipped, 'shipped', 'this run') : h('p', { class: 'note' }, 'Nothing: the recipe was run as it is shipped.')),
+    run.changes.shipped && card(report.two ? `Changed in the shipped recipe: ${run.label}` : `Changed in the shipped recipe ${run.recipe}`,
+      run.changes.shipped.length ? knobs(run.changes.shipped, 'shipped', 'this run') : h('p', { class: 'note' }, 'Nothing: the recipe was run as it is shipped.')),
     card(report.two ? `Different from the defaults: ${run.label}` : 'Different from the defaults', knobs(run.changes.defaults, 'default', 'this run')),
   ]));
 }

@@ -20,7 +20,7 @@ function rewardTable(run, names) {
     return [name, number(run.rewards[name]), number(means?.first), number(means?.last), number(spread?.last),
       part ? share(part.last) : 'not recorded'];
   });
-  return card({ title: report.two ? `Reward functions: ${run.label}` : 'Reward functions', note: 'Means of the first and of the last tenth of the steps, unweighted. The share of the advantage is that of its variance.' },
+  return card({ title: report.two ? `Reward functions: ${run.label}` : 'Reward functions', note: 'Averages over the first and the last tenth of the steps, before weights. Share: how much of the advantage’s variance this reward explains.' },
     grid([{ title: 'function' }, { title: 'weight', number: true }, { title: 'mean, first', number: true }, { title: 'mean, last', number: true }, { title: 'deviation, last', number: true }, { title: 'share of the advantage', number: true }], rows, 'Reward functions'));
 }
 

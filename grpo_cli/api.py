@@ -1,0 +1,112 @@
+"""Trains and evaluates from Python: `grpo_cli.train` and `grpo_cli.evaluate`.
+
+import grpo_cli
+
+def short(completions):
+    return [float(len(completion[0]["content"]) < 80) for completion in completions]
+
+summary = grpo_cli.train(
+    "chat", rewards={"short": short}, steps=20,
+    **{"model.path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dataset.train": "rows.jsonl"},
+)
+found = grpo_cli.evaluate("outputs/chat", **{"dataset.eval": "test.jsonl"})
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+REWARDS = "grpo_rewards"  # module that holds the reward functions of this process
+
+
+def train(
+    recipe: str | Path = "chat",
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Trains as `grpo train` does.
+
+    Args:
+        recipe: the name of a recipe, or a file.
+        rewards: reward functions by name, in TRL's calling convention.
+        changes: knobs by their keys: `steps=20`, `**{"optimizer.learning_rate": 1e-5}`.
+
+    Returns:
+        What the run's summary.json holds: accuracy before and after, checkpoints, seconds.
+
+    Raises:
+        UserError: a mistake in the recipe. TrainingError: the run failed.
+        KeyboardInterrupt: the run was interrupted; a checkpoint has been written.
+    """
+    (folder,) = _run("train", [f"recipe={recipe}"], rewards or {}, changes)
+    return _read(folder / "summary.json")
+
+
+def evaluate(
+    checkpoint: str | Path,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Evaluates a run, a checkpoint, a model folder or a hub name as `grpo eval` does.
+
+    Args:
+        checkpoint: its folder or name.
+        rewards, changes: see `train`.
+
+    Returns:
+        What eval.json holds.
+
+    Raises:
+        UserError: a mistake in the request. TrainingError: the evaluation failed.
+    """
+    (folder,) = _run("eval", [str(checkpoint)], rewards or {}, changes)
+    return _read(folder / "eval.json")
+
+
+def _run(
+    command: str,
+    words: list[str],
+    rewards: Mapping[str, Callable[..., Any]],
+    changes: Mapping[str, Any],
+) -> list[Path]:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from grpo_cli import cli
+    from grpo_cli.config.compose import error_message
+    from grpo_cli.errors import Stopped, UserError
+
+    module = sys.modules.setdefault(REWARDS, types.ModuleType(REWARDS))
+    for name, function in rewards.items():
+        setattr(module, name, function)
+        words.append(f"reward.{name}.function={REWARDS}:{name}")
+    before = sys.argv
+    try:
+        return cli.COMMANDS[command]([*words, *_words(changes)])  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(error_message(error)) from error
+    except Stopped as stopped:
+        raise KeyboardInterrupt(str(stopped)) from stopped
+    finally:
+        sys.argv = before  # Hydra's words
+
+
+def _words(changes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{prefix}{key}.")
+        else:
+            text = str(value) if isinstance(value, str | Path) else json.dumps(value)
+            yield f"{prefix}{key}={text}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
