@@ -60,7 +60,7 @@ USAGE = """\
 grpo: train language models with GRPO
 
   grpo train [recipe=NAME] [key=value ...]   train a model; the default recipe is arithmetic_tiny
-  grpo plan [recipe=NAME] [gpu=h100-80gb]    predict memory, time and disk of a run
+  grpo plan [recipe=NAME] [gpu=h100-80gb]    predict the memory and disk of a run
   grpo probe recipe=NAME                     find out whether a run can learn, before it trains
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
   grpo score reward=NAME input=FILE          try reward functions on stored completions
