@@ -26,7 +26,6 @@ and a verdict with settings to change. Writes probe.json and completions.parquet
 and `grpo score`) to outputs/probe/NAME, or to output_dir.
 Exit code 3: the run cannot learn as it stands.
 
-  --json                   Print probe.json and nothing else.
 """
 WITHOUT: dict[str, Any] = {"resume": None, "resume_changed": False, "overwrite": False}
 
@@ -57,8 +56,6 @@ def main(argv: list[str]) -> None:
         print(USAGE + described(Settings))
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
-    as_json = "--json" in options
-    options = [option for option in options if option != "--json"]
     own, rest = split(Settings, words)
     settings = parse(Settings, own)
     check_recipe_words(Settings, rest)
@@ -77,7 +74,7 @@ def main(argv: list[str]) -> None:
         from grpo_cli.commands import probe_run
 
         try:
-            probe_run.probe(prepared, settings.prompts, settings.samples, as_json=as_json)
+            probe_run.probe(prepared, settings.prompts, settings.samples)
         finally:
             prepared.close()
 

@@ -26,12 +26,11 @@ from grpo_cli.training.prepare import Prepared
 LEAST_SAMPLES, MOST_SAMPLES = 16, 64  # per prompt, unless a number is given
 
 
-def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: bool) -> None:
+def probe(prepared: Prepared, prompts: int, samples: int | None) -> None:
     """Loads the model of a prepared recipe, probes it, writes and prints the result.
 
     Args:
         prompts, samples: see `commands.probe.Settings`.
-        as_json: whether standard output gets probe.json and nothing else.
 
     Raises:
         CannotLearn: the run cannot learn as it stands.
@@ -41,13 +40,13 @@ def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: boo
     with workers.raise_together():
         lock = Lock(folder) if workers.is_main else None
     try:
-        reporter = Reporter(recipe, folder, workers.is_main and not as_json)
+        reporter = Reporter(recipe, folder, workers.is_main)
         group = at_step(recipe, 0)[0].generation.num_generations
         samples = samples or max(LEAST_SAMPLES, min(group, MOST_SAMPLES))
         result = measured(prepared, prompts, samples, workers, reporter)
         with workers.raise_together():
             if workers.is_main:
-                write(prepared, result, reporter, as_json=as_json)
+                write(prepared, result, reporter)
     finally:
         if lock is not None:
             lock.release()
@@ -89,7 +88,7 @@ def measured(
         generator.close()
 
 
-def write(prepared: Prepared, result: ProbeResult, reporter: Reporter, *, as_json: bool) -> None:
+def write(prepared: Prepared, result: ProbeResult, reporter: Reporter) -> None:
     """Writes probe.json and completions.parquet, and prints the result."""
     report, completions = prepared.folder / FILE, prepared.folder / "completions.parquet"
     write_text(report, result.as_json())
@@ -99,9 +98,6 @@ def write(prepared: Prepared, result: ProbeResult, reporter: Reporter, *, as_jso
         images = images_cell(g.prompt) if with_images else None
         rows += [completion_row(0, g, sample, images) for sample in range(len(g.rollouts))]
     write_parquet(completions, rows)
-    if as_json:
-        print(result.as_json(), end="")
-        return
     files = f"\nnumbers: {paths.shown(report)}; every completion: {paths.shown(completions)}"
     shown = lines(prepared.recipe.recipe, result.measured, result.verdict)
     for line in chain(shown, [files]):

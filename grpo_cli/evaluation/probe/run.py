@@ -230,7 +230,6 @@ def measure(
         differing=sum(without_signal(*own, samples) < 1 for own in prompts),
         is_constant=len({key for keys, _ in prompts for key in keys}) == 1,
         identical=fmean(len({tuple(r.completion.ids) for r in g.rollouts}) == 1 for g in groups),
-        excluded=fmean(r.excluded for r in rollouts),
         truncated=fmean(c.finish_reason == "length" for c in completions),
         stop_reasons={name: n / stops.total() for name, n in stops.most_common()},
         failed_environments=len(failed) / len(rollouts),

@@ -68,7 +68,6 @@ class Measured:
     differing: int  # number of prompts whose samples have differing rewards
     is_constant: bool  # whether all completions of all prompts have one reward
     identical: float  # share of prompts whose completions have identical tokens
-    excluded: float  # share of completions excluded by loss.mask_truncated
     truncated: float
     stop_reasons: dict[str, float]  # share of episodes by stop reason
     failed_environments: float
@@ -167,68 +166,56 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             message = "every reward of every completion is None: no function applies to the data."
             yield Finding("stops", "no_reward", message)
         return
-    key, limit = limit_of(recipe, m)
-    rule, args = recipe.advantage.rule, recipe.advantage.args
-    is_over_step = rule == "reinforce_pp" and args.get("baseline") == "none"
-    # Answers as long as the limit, such as a choice of one token, are right more often.
-    rate = m.pass_rate if m.differing and m.truncated >= ALL_TRUNCATED else None
-    if not m.differing and not (is_over_step and not m.is_constant):
-        yield without_signal(recipe, m)
-    elif rate is not None and rate.value < BY_ACCIDENT:
-        message = (
-            f"{m.truncated:.0%} of {m.completions} completions of {m.prompts} prompts reach {key} "
-            f"= {limit} before they end, and {rate.value:.1%} of them are right: the rewards "
-            "differ by accidents of what was cut off."
-        )
-        yield Finding("stops", "truncated", message, (f"{key}={4 * limit}",))
-    elif m.truncated > MANY_TRUNCATED:
-        message = f"{m.truncated:.0%} of the completions reach {key} = {limit}."
-        yield Finding("slows", "truncated", message, (f"{key}={2 * limit}",))
-    size, own = m.own_size, m.signal[m.own_size].value
-    if m.differing and own < LOW_SIGNAL:
-        settings, message = [], f"only {own:.2f} of the groups have rewards that differ."
-        larger = (n for n, s in m.signal.items() if n > size and s.value >= own + GAIN)
-        if best := min(larger, default=None):
-            settings.append(f"generation.num_generations={best}")
-            message += (
-                f" Raise generation.num_generations from {size} to {best}: {own:.2f} -> "
-                f"{m.signal[best].value:.2f}."
-            )
-        if not recipe.generation.dynamic_sampling:
-            settings.append("generation.dynamic_sampling=true")
-        yield Finding("slows", "low_signal", message, tuple(settings))
-
-
-def without_signal(recipe: Recipe, m: Measured) -> Finding:
-    """Returns the reason why no group has rewards that differ."""
     of, (key, limit) = recipe.generation, limit_of(recipe, m)
+    size, own = m.own_size, m.signal[m.own_size]
     every = f"{m.completions} completions of {m.prompts} prompts"
-    if m.is_constant and m.excluded < 1 and [r.constant for r in m.rewards.values()] == [1]:
+    is_over_step = recipe.advantage.rule == "reinforce_pp" and (
+        recipe.advantage.args.get("baseline") == "none"
+    )
+    trains = m.differing or (is_over_step and not m.is_constant)
+    # Answers as long as the limit, such as a choice of one token, are right more often.
+    is_rare = m.pass_rate is not None and m.pass_rate.value < BY_ACCIDENT
+    if not trains and m.is_constant and [r.constant for r in m.rewards.values()] == [1]:
         why = (
             f"all {every} have the reward {m.reward_mean:.3g}: there is nothing left to learn, or "
         )
-        return Finding("stops", "solved", f"{why}the reward accepts everything.")
-    if m.identical > ALL_IDENTICAL and m.excluded < 1:
+        yield Finding("stops", "solved", f"{why}the reward accepts everything.")
+    elif not trains and m.identical > ALL_IDENTICAL:
         why = (
             f"the completions of a prompt are identical for {m.identical:.0%} of the prompts: with "
             f"generation.temperature = {of.temperature:g}, top_p = {of.top_p:g} and top_k = "
             f"{of.top_k} nothing is tried out."
         )
         varied = ("generation.temperature=1", "generation.top_p=1", "generation.top_k=0")
-        return Finding("stops", "identical", why, varied)
-    if m.truncated >= ALL_TRUNCATED:
-        but = "loss.mask_truncated = true excludes them" if m.excluded else "no rewards differ"
-        why = f"{m.truncated:.0%} of {every} reach {key} = {limit} before they end, and {but}."
-        return Finding("stops", "truncated", why, (f"{key}={4 * limit}",))
-    found = f"are all {m.reward_mean:.3g}" if m.is_constant else "differ only between prompts"
-    why = (
-        f"the rewards of {every} {found}. The answers may be in another column than the reward "
-        "reads, the prompt may not ask for the form that the reward wants, or the model cannot "
-        f"solve any of them. At most {m.signal[m.own_size].high:.2f} of the groups may differ "
-        "(95 % limit)."
-    )
-    settings = (f"{key}={2 * limit}",) if m.truncated > MANY_TRUNCATED else ()
-    return Finding("stops", "no_signal", why, settings)
+        yield Finding("stops", "identical", why, varied)
+    elif m.truncated >= ALL_TRUNCATED and (not trains or (m.differing and is_rare)):
+        right = f", and {m.pass_rate.value:.1%} of them are right" if m.pass_rate else ""
+        out = "; loss.mask_truncated = true excludes them" if recipe.loss.mask_truncated else ""
+        why = f"{m.truncated:.0%} of {every} reach {key} = {limit} before they end{right}{out}."
+        yield Finding("stops", "truncated", why, (f"{key}={4 * limit}",))
+    elif not trains:
+        found = f"are all {m.reward_mean:.3g}" if m.is_constant else "differ only between prompts"
+        why = (
+            f"the rewards of {every} {found}. The answers may be in another column than the reward "
+            "reads, the prompt may not ask for the form that the reward wants, or the model cannot "
+            f"solve any of them. At most {own.high:.2f} of the groups may differ (95 % limit)."
+        )
+        yield Finding("stops", "no_signal", why)
+    elif m.truncated > MANY_TRUNCATED:
+        message = f"{m.truncated:.0%} of the completions reach {key} = {limit}."
+        yield Finding("slows", "truncated", message, (f"{key}={2 * limit}",))
+    if m.differing and own.value < LOW_SIGNAL:
+        settings, message = [], f"only {own.value:.2f} of the groups have rewards that differ."
+        larger = (n for n, s in m.signal.items() if n > size and s.value >= own.value + GAIN)
+        if best := min(larger, default=None):
+            settings.append(f"generation.num_generations={best}")
+            message += (
+                f" Raise generation.num_generations from {size} to {best}: {own.value:.2f} -> "
+                f"{m.signal[best].value:.2f}."
+            )
+        if not of.dynamic_sampling:
+            settings.append("generation.dynamic_sampling=true")
+        yield Finding("slows", "low_signal", message, tuple(settings))
 
 
 def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:

@@ -33,7 +33,7 @@ HEALTHY = Measured(
     prompts=32, samples=16, completions=512, num_generations=8, right="exact_match",
     pass_rate=Estimate(0.5, 0.4, 0.6), reward_mean=0.5,
     rates=[(row, 0.5) for row in range(32)], signal=SHARES, differing=25,
-    is_constant=False, identical=0.0, excluded=0.0, truncated=0.02, stop_reasons={},
+    is_constant=False, identical=0.0, truncated=0.02, stop_reasons={},
     failed_environments=0.0,
     environment_error=None, lengths={"p50": 4.0},
     rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100),
@@ -70,7 +70,6 @@ def test_a_healthy_run() -> None:
         ({"is_constant": False}, "no_signal", ["only between prompts"]),
         ({"is_constant": True, "identical": 1.0}, "identical", ["generation.temperature = 1"]),
         ({"is_constant": True, "truncated": 1.0}, "truncated", ["max_completion_tokens = 256"]),
-        ({"excluded": 1.0, "truncated": 1.0}, "truncated", ["loss.mask_truncated"]),
         (
             {"rewards": {"exact_match": replace(REWARD, none=512, mean=None)}},
             "no_reward",
