@@ -77,7 +77,11 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     """Draws a bar of the complete steps, with the time per step and the time left."""
     steps, times = run.steps, run.values("step_time")
     said = f"step {run.step:,}" + (f" of {steps:,}" if steps else "")
-    more = f" · {step_seconds(times)} a step" if times else ""
+    more = ""
+    if recent := times[-figures.RECENT :]:
+        mean = math.fsum(recent) / len(recent)
+        more = f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
+        more = f" · {more} a step"
     left = figures.seconds_left(run)
     if health.is_live and left is not None and run.step < (steps or 0):
         more += f" · {duration(left)} left"
@@ -89,13 +93,6 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     full = round(done * room)
     bar = ("━" * full, "green"), ("─" * (room - full), "dim")
     return Text.assemble(said, " ", *bar, share, more)
-
-
-def step_seconds(times: Sequence[float]) -> str:
-    """Returns the mean seconds of the newest steps."""
-    recent = times[-figures.RECENT :]
-    mean = math.fsum(recent) / len(recent)
-    return f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
 
 
 def alarms(run: Followed) -> list[Text]:
@@ -199,7 +196,9 @@ def view(run: Followed, console: Console, height: int | None = None) -> list[Tex
     ]
     lines = [row for panel in panels if panel for row in panel.split("\n", allow_blank=True)]
     if not run.samples:
-        return [*lines, Text(""), note(run)]
+        every = (run.recipe.get("log") or {}).get("completions_every")
+        said = "are stored: log.completions_every = 0" if every == 0 else "yet"
+        return [*lines, Text(""), Text(f"no completions {said}", style="dim")]
     shown = [[Text(""), *completion(sample)] for sample in run.samples]
     if height is None:
         return lines + list(chain.from_iterable(shown))
@@ -213,11 +212,3 @@ def view(run: Followed, console: Console, height: int | None = None) -> list[Tex
 def completion(sample: Sample) -> list[Text]:
     """Returns the lines of a completion: its heading, the end of its prompt, and its text."""
     return [Text(printable(head(sample)), style="bold"), *body(sample, PROMPT_CHARACTERS)]
-
-
-def note(run: Followed) -> Text:
-    """Returns the reason why there are no completions to show."""
-    every = (run.recipe.get("log") or {}).get("completions_every")
-    if every == 0:
-        return Text("no completions are stored: log.completions_every = 0", style="dim")
-    return Text("no completions yet", style="dim")
