@@ -81,12 +81,7 @@ class Finding:
 
 
 def main(argv: list[str]) -> None:
-    """Runs all checks and prints their findings; with --nodes checks the nodes of a job.
-
-    Raises:
-        UserError: a mistake on the command line.
-        TrainingError: something is broken.
-    """
+    """Runs all checks and prints their findings; with --nodes checks the nodes of a job."""
     if {"-h", "--help"} & {*argv}:
         print(USAGE + doctor_nodes.usage(), end="")
         return

@@ -265,11 +265,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Runs one node's part of the check.
-
-    Raises:
-        TrainingError: the nodes cannot train together; raised on the first node, which prints why.
-    """
+    """Runs one node's part of the check."""
     settings = settings_of(argv)
     # A process that hangs in C++ prints its stack and exits.
     faulthandler.dump_traceback_later(settings.timeout + 3, exit=True)

@@ -74,11 +74,7 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line, exports the model and prints the new folder.
-
-    Raises:
-        UserError: a mistake on the command line. Also as `export`.
-    """
+    """Checks the command line, exports the model and prints the new folder."""
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
@@ -105,11 +101,7 @@ def main(argv: list[str]) -> None:
 
 
 def find_checkpoint(given: str) -> Path:
-    """Returns the folder itself if it is a checkpoint, or the newest checkpoint of a run.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
+    """Returns the folder itself if it is a checkpoint, or the newest checkpoint of a run."""
     if (found := lookup.find_checkpoint(given)) is not None:
         return found
     if Path(given).expanduser().exists():

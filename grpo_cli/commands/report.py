@@ -43,11 +43,7 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line and writes the report.
-
-    Raises:
-        UserError: a mistake on the command line; there is no such run.
-    """
+    """Checks the command line and writes the report."""
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return

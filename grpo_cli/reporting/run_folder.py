@@ -66,11 +66,7 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The stored recipe as nested dicts.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """The stored recipe as nested dicts."""
         path = self.path / "recipe.yaml"
         try:
             stored = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -178,11 +174,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the object of a JSON file; None if there is no such file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Returns the object of a JSON file; None if there is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -25,11 +25,7 @@ IDS: dict[str, Callable[[Any], str]] = {
 
 
 def require(names: Sequence[str]) -> None:
-    """Checks that the packages of trackers are installed.
-
-    Raises:
-        UserError: a package is not installed.
-    """
+    """Checks that the packages of trackers are installed."""
     for name in names:
         if name == "none":
             continue
