@@ -10,6 +10,7 @@ from itertools import chain, islice
 from rich.console import Console
 from rich.text import Text
 
+from grpo_cli.checkpoints.manifest import in_words
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
@@ -166,19 +167,13 @@ def _memory(run: Followed) -> Iterator[str]:
     """Yields the memory of the process, and its checkpoints."""
     memory = (run.status or {}).get("memory") or {}
     if "cuda_reserved" in memory:
-        peak = f", peak {size(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
-        yield f"GPU {size(memory['cuda_reserved'])}{peak}"
-    yield f"memory {size(memory['rss']) if 'rss' in memory else 'not recorded'}"
+        peak = f", peak {in_words(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
+        yield f"GPU {in_words(memory['cuda_reserved'])}{peak}"
+    yield f"memory {in_words(memory['rss']) if 'rss' in memory else 'not recorded'}"
     steps = run.checkpoints
     listed = ", ".join(map(str, steps[-3:]))
     more = f" of {len(steps)}" if len(steps) > 3 else ""
     yield f"checkpoints{more}: {listed}" if steps else "no checkpoint yet"
-
-
-def size(number_of_bytes: float) -> str:
-    """Returns bytes as GB or MB (powers of ten)."""
-    gigabytes = number_of_bytes / 1e9
-    return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.0f} MB"
 
 
 def view(run: Followed, console: Console, height: int | None = None) -> list[Text]:
