@@ -88,8 +88,13 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
     """Returns the config of the model that the recipe names; a UserError if it cannot be read."""
     assert recipe.model.path is not None, "checked when the recipe was parsed"
     base, source = loading.base_of(recipe.model, recipe.model.path)
-    with loading.explained(source):
+    try:
         return loading.read_config(base, source)
+    except loading.FAILURES as error:
+        raise UserError(
+            f"model.path = {source}: its config.json cannot be read; give a folder that holds it, "
+            f"or run `hf download {source} config.json` where there is a network."
+        ) from error
 
 
 def mean_prompt(

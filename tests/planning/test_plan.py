@@ -105,7 +105,7 @@ def test_changes_that_fit_come_first() -> None:
 
 
 def test_gpus_by_name_and_by_memory() -> None:
-    assert H100.memory == 0.94 * 80e9
+    assert H100.memory == pytest.approx(0.94 * 80e9)
     assert [devices.named(n, torch.bfloat16).memory for n in ("24", "24GB")] == [0.94 * 24e9] * 2
 
 
