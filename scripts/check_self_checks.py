@@ -99,7 +99,7 @@ def reason(
         generator = TransformersGenerator(model, [], say=said.append, autocast=autocast(precision))
         generator.generate([r.prompt for r in rollouts[::2]], 1, Sampling(max_tokens=1), [0, 0])
     else:
-        how = {"autocast": autocast(precision), "say": said.append}
+        how: dict[str, Any] = {"autocast": autocast(precision), "say": said.append}
         own = PolicyLogprobs(model, packed=computation == "packed", **how)
         own.check(rollouts, 1.0)
         assert own.checked

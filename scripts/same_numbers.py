@@ -92,7 +92,7 @@ def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
         parts[1] += ["overwrite=false", "resume=auto"]
     if name == "tir":
         parts.append(["eval", str(folder), *PROBLEMS])
-    how = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
+    how: dict[str, Any] = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
     for part in parts:
         done = subprocess.run([sys.executable, *program, *part], timeout=MOST_SECONDS, **how)
         if done.returncode:

@@ -26,7 +26,7 @@ from grpo_cli.records import Completion, Prompt, Rollout
 TIMES, FLOOR = 3.0, 1e-6
 DECODING_ERROR = {"float32": 1e-3, "bfloat16": 0.1}  # mean difference of log-probabilities, nats
 PRECISIONS = ("float32", "bfloat16")
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "packed, logits in chunks": {"packed": True, "chunked": True},
     "packed, logits whole": {"packed": True, "chunked": False},
     "padded, logits in chunks": {"packed": False, "chunked": True},

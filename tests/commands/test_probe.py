@@ -118,8 +118,8 @@ def test_exit_code_of_a_run_that_cannot_learn(grpo: Grpo) -> None:
 
 @pytest.mark.programs
 def test_several_processes_find_what_one_finds(grpo: Grpo, tmp_path: Path) -> None:
-    words = (*SMALL, f"dataset.train={tmp_path / 'rows.jsonl'}", "prompts=5", "samples=4")
-    words = tuple(w for w in words if w != "dataset.train=rows.jsonl")
+    words = [word for word in SMALL if word != "dataset.train=rows.jsonl"]
+    words += [f"dataset.train={tmp_path / 'rows.jsonl'}", "prompts=5", "samples=4"]
     grpo("probe", *words)
     folder = f"output_dir={tmp_path / 'two'}"
     done = programs.run(
