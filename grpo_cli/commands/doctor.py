@@ -81,7 +81,12 @@ class Finding:
 
 
 def main(argv: list[str]) -> None:
-    """Runs all checks and prints their findings; with --nodes checks the nodes of a job."""
+    """Runs all checks and prints their findings; with --nodes checks the nodes of a job.
+
+    Raises:
+        UserError: a mistake on the command line.
+        TrainingError: something is broken.
+    """
     if {"-h", "--help"} & {*argv}:
         print(USAGE + doctor_nodes.USAGE + described(doctor_nodes.Settings, dashes=True), end="")
         return

@@ -262,7 +262,11 @@ def _named(names: Sequence[str]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Runs one node's part of the check."""
+    """Runs one node's part of the check.
+
+    Raises:
+        TrainingError: the nodes cannot train together; raised on the first node, which prints why.
+    """
     settings = settings_of(argv)
     # A process that hangs in C++ prints its stack and exits.
     faulthandler.dump_traceback_later(settings.timeout + 3, exit=True)

@@ -67,7 +67,11 @@ MANY = 10**6  # completions
 
 
 def main(argv: list[str]) -> None:
-    """Runs `grpo eval` with the words after it."""
+    """Runs `grpo eval` with the words after it.
+
+    Raises:
+        UserError: a mistake on the command line. TrainingError: the evaluation failed.
+    """
     options, words = split_options(argv)
     if words[:1] == ["compare"]:
         from grpo_cli.evaluation import compare

@@ -31,7 +31,11 @@ group, the recipe, or the command line; and below it the places that it takes pr
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line and prints the requested knobs."""
+    """Checks the command line and prints the requested knobs.
+
+    Raises:
+        UserError: there is no such key or recipe, or the recipe has a mistake.
+    """
     if {"-h", "--help"} & {*argv}:
         print(USAGE, end="")
         return

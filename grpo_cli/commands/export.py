@@ -74,7 +74,11 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line, exports the model and prints the new folder."""
+    """Checks the command line, exports the model and prints the new folder.
+
+    Raises:
+        UserError: a mistake on the command line. Also as `export`.
+    """
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
@@ -101,7 +105,11 @@ def main(argv: list[str]) -> None:
 
 
 def find_checkpoint(given: str) -> Path:
-    """Returns the folder itself if it is a checkpoint, or the newest checkpoint of a run."""
+    """Returns the folder itself if it is a checkpoint, or the newest checkpoint of a run.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
     if (found := lookup.find_checkpoint(given)) is not None:
         return found
     if Path(given).expanduser().exists():

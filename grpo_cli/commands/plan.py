@@ -39,7 +39,11 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Composes the recipe and prints its plan."""
+    """Composes the recipe and prints its plan.
+
+    Raises:
+        UserError: a mistake on the command line; the model's config cannot be read.
+    """
     options, words = split_options(argv)
     if {"-h", "--help"} & {*options}:
         print(USAGE + described(Settings), end="")

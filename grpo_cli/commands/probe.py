@@ -44,7 +44,13 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Runs `grpo probe` with the words after it."""
+    """Runs `grpo probe` with the words after it.
+
+    Raises:
+        UserError: a mistake on the command line, or in the recipe as `grpo train` would find it.
+        TrainingError: the engine failed.
+        CannotLearn: the run cannot learn as it stands.
+    """
     options, words = split_options(argv)
     if {"-h", "--help"} & {*options}:
         print(USAGE + described(Settings))

@@ -61,7 +61,12 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line, recomputes the step and prints it."""
+    """Checks the command line, recomputes the step and prints it.
+
+    Raises:
+        UserError: a mistake on the command line; the step was not kept.
+        TrainingError: loss or gradient are not the recorded ones.
+    """
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return

@@ -43,7 +43,11 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line and writes the report."""
+    """Checks the command line and writes the report.
+
+    Raises:
+        UserError: a mistake on the command line; there is no such run.
+    """
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return

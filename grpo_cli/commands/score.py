@@ -72,7 +72,11 @@ class Request:
 
 
 def main(argv: list[str]) -> None:
-    """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions."""
+    """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions.
+
+    Raises:
+        UserError: a mistake in the request. TrainingError: as `score`.
+    """
     options, words = split_options(argv)
     has_recipe = any(w.startswith("recipe=") for w in words)
     if {"-m", "--multirun"} & {*options}:

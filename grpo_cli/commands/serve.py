@@ -74,7 +74,11 @@ server is ready, the command line that trains with it is printed. Ctrl-C ends th
 
 
 def main(argv: list[str]) -> None:
-    """`grpo serve`: starts vLLM's server with a model, or with that of a recipe."""
+    """`grpo serve`: starts vLLM's server with a model, or with that of a recipe.
+
+    Raises:
+        Stopped: a signal has ended the server. UserError, TrainingError: as `serve`.
+    """
     options, words = split_options(argv)
     if {"-h", "--help"} & {*options}:
         print(USAGE + described(ServerSettings), end="")
@@ -118,7 +122,11 @@ def split_words(argv: Sequence[str]) -> tuple[ServerSettings, list[str]]:
 
 
 def parse_words(words: Iterable[str]) -> ServerSettings:
-    """Returns checked settings."""
+    """Returns checked settings.
+
+    Raises:
+        UserError: as `split_words`.
+    """
     settings = parse(ServerSettings, words)
     arguments = {name.replace("-", "_"): v for name, v in settings.engine_args.items()}
     if len(arguments) < len(settings.engine_args):
@@ -179,7 +187,11 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
 
 
 def _find_model(given: str) -> str:
-    """Returns the folder or hub name that model=... means."""
+    """Returns the folder or hub name that model=... means.
+
+    Raises:
+        UserError: a folder without a model, or with an adapter.
+    """
     lookup.check_model_folder("model", given)
     if sources.is_adapter(Path(given).expanduser()):
         raise UserError(

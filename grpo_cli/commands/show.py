@@ -38,7 +38,11 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line and prints the completions."""
+    """Checks the command line and prints the completions.
+
+    Raises:
+        UserError: a mistake on the command line; there are no such completions.
+    """
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return

@@ -166,7 +166,11 @@ class Place:
 
 
 def words_to_compose(settings: Settings, words: Sequence[str]) -> list[str]:
-    """Returns the recipe's words and those that the script adds, to compose and check them."""
+    """Returns the recipe's words and those that the script adds, to compose and check them.
+
+    Raises:
+        UserError: a word that the script sets itself.
+    """
     if not any(w.startswith("recipe=") for w in words):
         raise UserError("grpo slurm: say what to train: recipe=NAME or recipe=./my.yaml.")
     added = ["resume=auto"]
@@ -182,7 +186,11 @@ def words_to_compose(settings: Settings, words: Sequence[str]) -> list[str]:
 
 
 def serving_words(words: Sequence[str]) -> list[str]:
-    """Returns the words that make a recipe sample from servers, except their addresses."""
+    """Returns the words that make a recipe sample from servers, except their addresses.
+
+    Raises:
+        UserError: the given words contradict them.
+    """
     added = [w for w in ["generation=vllm_server"] if w not in words]
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
@@ -194,7 +202,11 @@ def serving_words(words: Sequence[str]) -> list[str]:
 
 
 def check(settings: Settings, recipe: Recipe) -> None:
-    """Runs the checks of `grpo train`, and checks that recipe and nodes fit together."""
+    """Runs the checks of `grpo train`, and checks that recipe and nodes fit together.
+
+    Raises:
+        UserError: they do not fit together, or the recipe has a mistake.
+    """
     from grpo_cli.commands import serve
     from grpo_cli.training import prepare
 

@@ -36,7 +36,11 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line and shows the run."""
+    """Checks the command line and shows the run.
+
+    Raises:
+        UserError: a mistake on the command line; there is no run.
+    """
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return

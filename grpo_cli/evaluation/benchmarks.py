@@ -110,6 +110,9 @@ def check_breakdown(
     Args:
         there: the data's columns.
         renaming: the key that renames columns; "": the benchmark's `columns`.
+
+    Raises:
+        UserError: a column is missing.
     """
     shipped = shipped_entry(name).get("breakdown", ())
     for column in config.breakdown:
@@ -127,12 +130,20 @@ def shipped_entry(name: str) -> dict[str, Any]:
 
 
 def gold_columns(name: str, config: Benchmark) -> list[str]:
-    """Returns the columns with gold answers: those that the reward requires, except images."""
+    """Returns the columns with gold answers: those that the reward requires, except images.
+
+    Raises:
+        UserError: an unknown reward.
+    """
     return [column for column in needed_columns(name, config) if column not in images.COLUMNS]
 
 
 def needed_columns(name: str, config: Benchmark) -> list[str]:
-    """Returns the columns that the benchmark's reward requires."""
+    """Returns the columns that the benchmark's reward requires.
+
+    Raises:
+        UserError: an unknown reward.
+    """
     function = registry.resolve(config.reward, f"benchmark.{name}.reward")
     required = registry.Signature.of(function).required
     return [column for column in required if column not in config.args]
@@ -210,7 +221,11 @@ def examples_of(config: Benchmark, mode: str) -> list[dict[str, Any]]:
 
 
 def check_examples(name: str, config: Benchmark, mode: str) -> None:
-    """Checks that `shots` examples have a solution in a mode and the columns of its prompt."""
+    """Checks that `shots` examples have a solution in a mode and the columns of its prompt.
+
+    Raises:
+        UserError: too few examples, or an example lacks a column that the prompt names.
+    """
     shown = examples_of(config, mode)
     if len(shown) < config.shots:
         raise UserError(

@@ -68,7 +68,11 @@ class Stored:
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs `grpo eval compare` with the words that follow it."""
+    """Runs `grpo eval compare` with the words that follow it.
+
+    Raises:
+        UserError: the words are not two files and output=FILE; also as in `compare`.
+    """
     if {"-h", "--help"} & {*words}:
         print(USAGE + described(Settings), end="")
         return
@@ -169,6 +173,9 @@ def check_same_problems(one: Stored, other: Stored, in_both: Collection[tuple[st
 
     Args:
         in_both: the (benchmark, mode) pairs that are compared.
+
+    Raises:
+        UserError: a row holds different problems.
     """
     for key in in_both:
         name, common = key[0], one.counts[key].keys() & other.counts[key].keys()
@@ -192,7 +199,11 @@ def same_json(a: Any, b: Any) -> bool:
 
 
 def check_same_judge(one: Stored, other: Stored, in_both: Collection[tuple[str, str]]) -> None:
-    """Checks that both evaluations use the same reward with the same arguments."""
+    """Checks that both evaluations use the same reward with the same arguments.
+
+    Raises:
+        UserError: they differ.
+    """
     for name in dict.fromkeys(name for name, _ in in_both):
         judges = [_judge(s, name) for s in (one, other)]
         if None in judges:

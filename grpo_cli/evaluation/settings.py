@@ -46,7 +46,11 @@ READ_OF_THEIR_BENCHMARK = (
 
 
 def check_read(overrides: Sequence[str]) -> None:
-    """Refuses keys on the command line that only training reads."""
+    """Refuses keys on the command line that only training reads.
+
+    Raises:
+        UserError: the command line sets such a key.
+    """
     as_in_training = "eval.sampling=training" in overrides
     for word in overrides:
         key = key_set_by(word)
@@ -61,7 +65,11 @@ def check_read(overrides: Sequence[str]) -> None:
 
 
 def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
-    """Refuses keys of the held-out rows if benchmarks are evaluated instead."""
+    """Refuses keys of the held-out rows if benchmarks are evaluated instead.
+
+    Raises:
+        UserError: the command line sets such a key.
+    """
     of_rows = [*(f"{section}." for section in OF_ROWS), "eval.accuracy"]
     for word in overrides:
         key = key_set_by(word)
@@ -75,7 +83,11 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
 
 
 def check_read_of_completions(overrides: Sequence[str]) -> None:
-    """Refuses keys that are not read when stored completions are scored."""
+    """Refuses keys that are not read when stored completions are scored.
+
+    Raises:
+        UserError: the command line sets such a key.
+    """
     for word in overrides:
         key = key_set_by(word)
         section, *rest = key.split(".")  # benchmark.NAME.KNOB

@@ -166,7 +166,11 @@ def _with_canonical_names(samples: Sequence[Sample], config: Benchmark) -> Seque
 
 
 def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
-    """Groups completions by problem, in the order in which the problems appear."""
+    """Groups completions by problem, in the order in which the problems appear.
+
+    Raises:
+        UserError: the problems have different numbers of completions.
+    """
     key = next((k for k in ("row", "id", "question") if _has(samples[0], k)), None)
     groups: dict[Any, list[Sample]] = collections.defaultdict(list)
     for sample in samples:
@@ -242,7 +246,11 @@ def _joined(
     config: Benchmark,
     limit: int | None,
 ) -> list[Problem]:
-    """Builds problems whose gold answers are in the benchmark's data, `rows`."""
+    """Builds problems whose gold answers are in the benchmark's data, `rows`.
+
+    Raises:
+        UserError: the row of a completion cannot be determined.
+    """
     keys = ("row", "id") if "id" in rows.columns else ("row",)
     key, total = next((key for key in keys if _has(samples[0], key)), None), len(rows.rows)
     by_id = _rows_by_id(rows, path) if key == "id" else {}  # first: equal ids look like one problem
@@ -277,7 +285,11 @@ def _joined(
 
 
 def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
-    """Returns id (as text) -> row number of the rows that have an id."""
+    """Returns id (as text) -> row number of the rows that have an id.
+
+    Raises:
+        UserError: two rows have the same id.
+    """
     by_id: dict[str, int] = {}
     for number, cell in enumerate(rows.column("id")):
         if cell is not None and by_id.setdefault(str(cell), number) != number:
@@ -291,7 +303,11 @@ def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
 def _problem_text(
     columns: Mapping[str, Any], path: Path, name: str, config: Benchmark, mode: str | None
 ) -> str:
-    """Rebuilds the prompt for a file without prompts; "" if its columns are missing."""
+    """Rebuilds the prompt for a file without prompts; "" if its columns are missing.
+
+    Raises:
+        UserError: the columns are missing and the reward needs the prompt.
+    """
     for one, template in config.prompts.items():
         if mode not in (None, one):
             continue

@@ -131,7 +131,11 @@ def of_benchmarks(
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None = None,
 ) -> list[Task]:
-    """Builds a task for each benchmark of the recipe in each mode."""
+    """Builds a task for each benchmark of the recipe in each mode.
+
+    Raises:
+        UserError: a chat without a template.
+    """
     tasks, template_kwargs = [], recipe.model.chat_template_kwargs
     for mode in recipe.eval.mode:
         for name, benchmark in recipe.benchmark.items():

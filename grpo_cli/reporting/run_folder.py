@@ -66,7 +66,11 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The stored recipe as nested dicts."""
+        """The stored recipe as nested dicts.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         path = self.path / "recipe.yaml"
         try:
             stored = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -174,7 +178,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the object of a JSON file; None if there is no such file."""
+    """Returns the object of a JSON file; None if there is no such file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

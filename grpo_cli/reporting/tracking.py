@@ -25,7 +25,11 @@ IDS: dict[str, Callable[[Any], str]] = {
 
 
 def require(names: Sequence[str]) -> None:
-    """Checks that the packages of trackers are installed."""
+    """Checks that the packages of trackers are installed.
+
+    Raises:
+        UserError: a package is not installed.
+    """
     for name in names:
         if name == "none":
             continue

@@ -65,7 +65,11 @@ class Completions:
 
 
 def read(run: RunFolder, limits: Limits) -> Completions:
-    """Reads the completions of a run, at most `limits`."""
+    """Reads the completions of a run, at most `limits`.
+
+    Raises:
+        UserError: a file is damaged.
+    """
     import pyarrow.parquet
 
     files = {step: run.completions(step) for step in run.steps_with_completions()}

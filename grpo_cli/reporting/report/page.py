@@ -48,7 +48,11 @@ class RunData:
 
 
 def read(run: RunFolder, limits: Limits | None = None) -> RunData:
-    """Reads the report's data from the folder of a run, finished or not."""
+    """Reads the report's data from the folder of a run, finished or not.
+
+    Raises:
+        UserError: a file of the run is damaged.
+    """
     metrics = run.metrics()
     head = {
         **facts.of_run(run, metrics),
