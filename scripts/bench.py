@@ -41,11 +41,8 @@ STAGES = ("step", "generate", "update", "memory", "tokens")
 UNITS = {"memory": "MiB", "tokens": ""}  # of the other stages: seconds
 TOLERANCE = 0.03  # sides whose tokens differ by more are compared by the token too
 # Freed memory goes back to the system at once, so that resident memory is memory in use.
-GIVES_BACK = {
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_MMAP_MAX_": "1000000",
-}
+GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+GIVES_BACK |= {"MALLOC_MMAP_MAX_": "1000000"}
 
 Step = dict[str, Any]  # the fields of bench_side.Step
 Rounds = list[list[Step]]  # the counted steps of each round
@@ -100,14 +97,9 @@ def environment(root: Path, metered: bool) -> dict[str, str]:
     """Returns the environment of every side."""
     path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
     # As `grpo` sets it. OpenMP's own would be threads that spin: slower where others use the cores.
-    return {
-        "GOMP_SPINCOUNT": str(spin_count()),
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(root / "datasets"),
-        "PYTHONPATH": path,
-        **(GIVES_BACK if metered else {}),
-    }
+    own = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(root / "datasets"), "PYTHONPATH": path}
+    own |= GIVES_BACK if metered else {}
+    return {"GOMP_SPINCOUNT": str(spin_count()), **os.environ, **own}
 
 
 def run(root: Path, job: Job) -> list[Step]:
@@ -116,11 +108,10 @@ def run(root: Path, job: Job) -> list[Step]:
     output.mkdir()
     write_recipe(job)
     (output / "job.pickle").write_bytes(pickle.dumps(job))
+    command = [sys.executable, str(SCRIPTS / "bench_side.py"), str(output / "job.pickle")]
     with (output / "log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPTS / "bench_side.py"), str(output / "job.pickle")],
-            env=environment(root, job.metered), stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, env=environment(root, job.metered), **how)
     if done.returncode:
         tail = "\n".join((output / "log").read_text(errors="replace").splitlines()[-30:])
         raise SystemExit(f"{job.workload.name}, {job.side}: ended with {done.returncode}\n{tail}")
@@ -129,10 +120,8 @@ def run(root: Path, job: Job) -> list[Step]:
     assert len(steps) == job.steps, "the number of steps differs from the job's"
     assert min(step["shortest"] for step in steps) >= job.workload.min_tokens
     counted = steps[WARM_UP:]
-    seen = "; ".join(
-        ", ".join(f"{name} {number(s)}" for name, s in step["seconds"].items()) for step in counted
-    )
-    said = f"  {job.workload.name} {job.side}: {seen}; load {os.getloadavg()[0]:.1f}"
+    seen = (", ".join(f"{n} {number(s)}" for n, s in step["seconds"].items()) for step in counted)
+    said = f"  {job.workload.name} {job.side}: {'; '.join(seen)}; load {os.getloadavg()[0]:.1f}"
     print(said, file=sys.stderr, flush=True)
     return counted
 
@@ -145,9 +134,8 @@ def compare(
     make_folder(folder, workload, WARM_UP + workload.steps)
 
     def turn(side: str, steps: int = workload.steps, *, metered: bool = False) -> list[Step]:
-        return run(root, Job(
-            side, workload, str(folder), str(root / "side"), WARM_UP + steps, bf16, metered
-        ))  # fmt: skip
+        output, steps = str(root / "side"), WARM_UP + steps
+        return run(root, Job(side, workload, str(folder), output, steps, bf16, metered))
 
     found: dict[str, Rounds] = {side: [] for side in sides}
     for _ in range(rounds):
@@ -164,10 +152,8 @@ def machine() -> str:
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in present)
     unit = torch.backends.cpu.get_cpu_capability()
     unit += ", products in bfloat16" if half_products.are_quick() else ""
-    commit = subprocess.run(
-        ["git", "-C", str(SCRIPTS), "describe", "--always", "--dirty"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    git = ["git", "-C", str(SCRIPTS), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True)
     return (
         f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {processor()} ({unit}), "
         f"{versions}, commit {commit.stdout.strip() or 'unknown'}, load {os.getloadavg()[0]:.1f}"

@@ -69,14 +69,10 @@ WORKLOADS = {
         Workload("prompts", (512, 512), limit=64, prompts=4, generations=16),
         Workload("short", (12, 12), limit=24, prompts=64, min_tokens=24),
         Workload("lora", (30, 130), limit=512, prompts=3, model="110m", lora_rank=16, steps=1),
-        Workload(
-            "real", (0, 0), limit=64, prompts=16, micro_batch=8, steps=2,
-            questions="chat_sums_train.jsonl",
-        ),
-        Workload(
-            "real-256", (0, 0), limit=256, prompts=16, micro_batch=8, steps=1,
-            questions="gsm8k_train.jsonl.gz",
-        ),
+        Workload("real", (0, 0), limit=64, prompts=16, micro_batch=8, steps=2,
+                 questions="chat_sums_train.jsonl"),
+        Workload("real-256", (0, 0), limit=256, prompts=16, micro_batch=8, steps=1,
+                 questions="gsm8k_train.jsonl.gz"),
     )
 }  # fmt: skip
 
@@ -158,19 +154,13 @@ def make_model(name: str) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    shape = dict(MODELS[name])
+    shape: dict[str, Any] = dict(MODELS[name])
     # With a vocabulary of 151,936 words one end token would never be met: so there are many.
     eos = list(range(1, shape["vocab_size"], shape.pop("eos")))
     torch.manual_seed(0)
-    config = Qwen2Config(
-        **shape,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=eos if len(eos) > 1 else eos[0],
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
+    ends = {"eos_token_id": eos if len(eos) > 1 else eos[0], "pad_token_id": 0}
+    shape |= {"max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": None}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **ends))
 
 
 def make_tokenizer(words: int) -> Any:
@@ -186,9 +176,8 @@ def make_tokenizer(words: int) -> Any:
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     known = special + characters
     known += [f"<{number}>" for number in range(len(known), words)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={w: i for i, w in enumerate(known)}, merges=[], unk_token=None)
-    )
+    vocab = {word: i for i, word in enumerate(known)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

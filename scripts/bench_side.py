@@ -164,9 +164,8 @@ def run_ours(job: Job, probe: Probe) -> None:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for step, line in zip(probe.steps, map(json.loads, lines), strict=True):
         update = sum(line.get(f"time/{name}", 0.0) for name in UPDATE)
-        step.seconds = {
-            "step": line["step_time"], "generate": line["time/generate"], "update": update,
-        }  # fmt: skip
+        step.seconds = {"step": line["step_time"], "generate": line["time/generate"]}
+        step.seconds["update"] = update
         step.tokens = round(line["completions/mean_length"] * w.prompts * w.generations)
         step.shortest = int(line["completions/min_length"])
 
@@ -230,34 +229,19 @@ def run_trl(job: Job, probe: Probe) -> None:
             task_type="CAUSAL_LM", r=w.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear"
         )
     config = GRPOConfig(
-        output_dir=f"{job.output}/run",
-        per_device_train_batch_size=at_once,
-        gradient_accumulation_steps=parts,
-        num_generations=w.generations,
+        output_dir=f"{job.output}/run", per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=parts, num_generations=w.generations,
         max_completion_length=w.limit,
         generation_kwargs={"min_new_tokens": w.min_tokens} if w.min_tokens else None,
-        temperature=1.0,
-        beta=0.0,
-        learning_rate=1e-7,
-        max_steps=job.steps,
-        shuffle_dataset=False,
-        model_init_kwargs={"dtype": "float32"},
-        bf16=job.bf16,
-        gradient_checkpointing=False,
-        use_cpu=probe.device.type == "cpu",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
+        temperature=1.0, beta=0.0, learning_rate=1e-7, max_steps=job.steps, shuffle_dataset=False,
+        model_init_kwargs={"dtype": "float32"}, bf16=job.bf16, gradient_checkpointing=False,
+        use_cpu=probe.device.type == "cpu", logging_steps=1, save_strategy="no", report_to=[],
         disable_tqdm=True,
-    )
+    )  # fmt: skip
     trainer = Watched(
-        model=job.model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[OptimizerStep()],
-        peft_config=adapter,
-    )
+        model=job.model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
+        callbacks=[OptimizerStep()], peft_config=adapter,
+    )  # fmt: skip
     trainer.train()
     for step in probe.steps:
         step.seconds["update"] = step.seconds["step"] - step.seconds.pop("inputs")
@@ -288,15 +272,10 @@ def run_generate(job: Job, probe: Probe) -> None:
         probe.steps.append(Step())
         with probe.stage("generate"):
             ids = model.generate(
-                **batch,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=w.limit,
-                min_new_tokens=w.min_tokens or None,
+                **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=w.limit, min_new_tokens=w.min_tokens or None,
                 num_return_sequences=w.generations,
-            )
+            )  # fmt: skip
         ended = torch.isin(ids[:, batch["input_ids"].shape[1] :], ends)  # [B, C]
         lengths = ((ended.cumsum(-1) - ended.long()) == 0).sum(-1)  # the first eos is included
         note(probe.steps[-1], lengths.tolist())

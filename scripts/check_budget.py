@@ -75,20 +75,17 @@ def main() -> int:
     found = measured()
     if "--write" in sys.argv:
         for name, number in found.items():
-            if number < budget.get(name, number + 1):
-                pyproject = re.sub(
-                    rf'^"{name}" = \d+', f'"{name}" = {number}', pyproject, flags=re.M
-                )
+            line = f'"{name}" = {min(number, budget.get(name, number))}'
+            pyproject = re.sub(rf'^"{name}" = \d+', line, pyproject, flags=re.M)
         PYPROJECT.write_text(pyproject, encoding="utf-8")
         return 0
     above = [name for name in found if found[name] > budget.get(name, 0)]
     for name in above:
         print(f"{name}: {found[name]:,}, and the budget is {budget.get(name, 0):,}")
     share = found["code"] / found["grpo_cli"]
-    if not CODE_SHARE[0] <= share <= CODE_SHARE[1]:
+    if is_off := not CODE_SHARE[0] <= share <= CODE_SHARE[1]:
         print(f"lines of code are {share:.2f} of the lines of grpo_cli: {CODE_SHARE} is meant")
-        return 1
-    return int(bool(above))
+    return int(is_off or bool(above))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 python scripts/check_math.py ../shared/data --fuzz 100000 --seed 0
 
-Right answers: each gold solution of GSM8K and MATH against its own answer, and each answer in the
-endings that models write, English and Chinese. Wrong answers: the same against the answer of
-another row, where the two answers are not the same text. What comes out otherwise is printed.
-Fuzz: random, truncated, nested and huge text; crashes, and the time that a call takes.
+Gold solutions of GSM8K and MATH, and answers in the endings that models write, are held against
+their own answer and against that of another row; surprises are printed. Fuzz is random, truncated,
+nested and huge text: crashes are printed, and the time that a call takes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ DEADLINE_S = 5
 WORKERS = 2
 CHUNK = 1000
 PRINTED = 20  # of each kind of surprise
-
 SETS = {
     "GSM8K": ("gsm8k/train.jsonl.gz", "gsm8k/test.jsonl"),
     "MATH": ("math/train.jsonl.gz", "math/test_without_heldout.jsonl.gz"),
@@ -74,11 +72,9 @@ def main() -> None:
     for name in ("GSM8K", "MATH"):
         solutions, answers = ([row[key] for row in rows[name]] for key in ("solution", "answer"))
         check(f"{name}, gold solutions", solutions, answers, pool)
-    for name, every, endings in (
-        ("GSM8K", 1, ENGLISH), ("MATH", 5, ENGLISH), ("CMATH", 1, CHINESE), ("MGSM-zh", 1, CHINESE),
-    ):  # fmt: skip
-        answers = [row["answer"] for row in rows[name][::every]]
-        for ending in endings:
+    for name in SETS:
+        answers = [row["answer"] for row in rows[name][:: 5 if name == "MATH" else 1]]
+        for ending in ENGLISH if name in ("GSM8K", "MATH") else CHINESE:
             check(f"{name}, {ending!r}", [ending.replace("%s", a) for a in answers], answers, pool)
     fuzz(args.fuzz, args.seed, [row for name in ("GSM8K", "MATH") for row in rows[name]], pool)
     pool.close()
@@ -95,11 +91,8 @@ def read(folder: Path, files: Sequence[str], limit: int | None) -> list[dict[str
 
 def verdicts(pairs: Sequence[tuple[str, str]], pool: Pool) -> list[CallResult]:
     """The reward as a run calls it, on (completion, gold): in killable workers, by one deadline."""
-    futures = [
-        pool.submit(Call(MATH, {"completions": [text], "answer": [gold]}, DEADLINE_S))
-        for text, gold in pairs
-    ]
-    return [future.result() for future in futures]
+    columns = ({"completions": [text], "answer": [gold]} for text, gold in pairs)
+    return [f.result() for f in [pool.submit(Call(MATH, c, DEADLINE_S)) for c in columns]]
 
 
 def value_of(done: CallResult) -> float | None:
@@ -120,17 +113,13 @@ def check(title: str, completions: Sequence[str], answers: Sequence[str], pool: 
         right, share = values.count(1.0), 100 * values.count(1.0) / max(len(pairs), 1)
         said.append(f"{name} {right}/{len(pairs)} right ({share:.3f} %)")
         said.append(f"{values.count(None)} over {DEADLINE_S} s")
-        surprises += [
-            f"{name} {value} {text[-60:]!r} gold {gold!r}"
-            for (text, gold), value in zip(pairs, values, strict=True)
-            if value != wanted
-        ]
+        for (text, gold), value in zip(pairs, values, strict=True):
+            if value != wanted:
+                surprises.append(f"{name} {value} {text[-60:]!r} gold {gold!r}")
     print(", ".join([*said, f"{time.monotonic() - began:.0f} s"]))
-    for surprise in surprises[:PRINTED]:
-        print(f"    {surprise}")
-    if len(surprises) > PRINTED:
-        print(f"    and {len(surprises) - PRINTED} more")
-    sys.stdout.flush()
+    more = [f"and {len(surprises) - PRINTED} more"] if len(surprises) > PRINTED else []
+    for line in surprises[:PRINTED] + more:
+        print(f"    {line}", flush=True)
 
 
 GOLDS = ("6", "1,080", r"\frac{3}{4}", "x=5", r"x \in [-2,7]", r"\text{Evelyn}", r"\sqrt{2}", "18%")
@@ -141,8 +130,16 @@ PIECES = (
     r"\pm", r"\le", r"\cdot", r"\times", "^{", "_{", r"\{", r"\}", r"\%", r"\$", "$$", r"\[",
     r"\]", r"\(", r"\)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\binom{", r"\log_",
     r"\sin", r"\sum_{", r"\int_", r"\lim_{", "1,000", "0.5", "999999", " cm", " dollars", "元",
-    "万",
-    "，", "。", "½", "√", "π", "≤", "∞", "\u200f", "\x00", "and", " or ", "1e9", "i",
+    "万", "，", "。", "½", "√", "π", "≤", "∞", "\u200f", "\x00", "and", " or ", "1e9", "i",
+)  # fmt: skip
+NESTED = (
+    "{ }", "( )", r"\frac{1}{ }", r"\sqrt{ }", r"\left( \right)", "x^{ }", "[ ]", r"\{ \}", "| |",
+    "9^{ }", r"\text{ }", r"\boxed{ }", "<answer> </answer>", r"\sin( )", "(1, )", "-( )",
+)  # fmt: skip
+FORMS = (
+    "%s", "-%s", "%s.%s", "1e%s", "%s!", "2^%s", "2^{%s}", "%s^{%s}", "x^{%s}", r"\frac{%s}{%s}",
+    r"\sqrt{%s}", r"\sqrt[%s]{2}", r"\binom{%s}{7}", "%s,%s", "%s%%", "%s**%s", r"\log_{%s}{%s}",
+    "(%s!)!", "%s元", "%s万", r"\sin(%s)", "%s:%s", "0.%s", "1/%s", r"10^{-%s}", "%s_{7}",
 )  # fmt: skip
 
 
@@ -167,52 +164,27 @@ def fuzz(count: int, seed: int, rows: list[dict[str, Any]], pool: Pool) -> None:
 
 
 def fuzz_text(index: int, rng: random.Random, solutions: Sequence[str]) -> str:
-    """Returns a text of one of the kinds in turn, often within the marks of an answer."""
-    makers = (random_characters, random_pieces, truncated, nested, huge)
-    text = makers[index % len(makers)](rng, solutions)
+    """Returns a text of one of five kinds in turn, often within the marks of an answer."""
+    kind = index % 5
+    if kind == 0:
+        ends = (128, 0x3000, 0x110000)
+        text = "".join(chr(rng.randrange(rng.choice(ends))) for _ in range(rng.randrange(200)))
+    elif kind == 1:
+        text = "".join(rng.choices(PIECES, k=rng.choice((3, 8, 20, 60, 300))))
+    elif kind == 2:  # truncated
+        solution = rng.choice(solutions)
+        start = rng.randrange(len(solution))
+        text = solution[start : start + rng.randrange(1, 600)]
+    elif kind == 3:  # nested
+        opening, _, closing = rng.choice(NESTED).partition(" ")
+        depth = rng.choice((3, 6, 9, 12, 50, 500, 5000))
+        inner = rng.choice(("1", "x", "", "1,2"))
+        text = opening * depth + inner + closing * rng.choice((depth, depth - 1, 0))
+    else:  # huge
+        number = "".join(rng.choices("0123456789", k=rng.choice((5, 20, 300, 5000, 100_000))))
+        text = rng.choice(FORMS).replace("%s", number)
     marks = ("%s", "%s", r"\boxed{%s}", "$%s$", "<answer>%s</answer>", "The answer is %s", "答：%s")
     return rng.choice(marks).replace("%s", text)
-
-
-def random_characters(rng: random.Random, _: Sequence[str]) -> str:
-    return "".join(
-        chr(rng.randrange(rng.choice((128, 0x3000, 0x110000)))) for _ in range(rng.randrange(200))
-    )
-
-
-def random_pieces(rng: random.Random, _: Sequence[str]) -> str:
-    return "".join(rng.choices(PIECES, k=rng.choice((3, 8, 20, 60, 300))))
-
-
-def truncated(rng: random.Random, solutions: Sequence[str]) -> str:
-    text = rng.choice(solutions)
-    start = rng.randrange(len(text))
-    return text[start : start + rng.randrange(1, 600)]
-
-
-def nested(rng: random.Random, _: Sequence[str]) -> str:
-    opening, closing = rng.choice(
-        [("{", "}"), ("(", ")"), (r"\frac{1}{", "}"), (r"\sqrt{", "}"), (r"\left(", r"\right)"),
-         ("x^{", "}"), ("[", "]"), (r"\{", r"\}"), ("|", "|"), ("9^{", "}"), (r"\text{", "}"),
-         (r"\boxed{", "}"), ("<answer>", "</answer>"), (r"\sin(", ")"), ("(1,", ")"), ("-(", ")")]
-    )  # fmt: skip
-    depth = rng.choice((3, 6, 9, 12, 50, 500, 5000))
-    return (
-        opening * depth
-        + rng.choice(("1", "x", "", "1,2"))
-        + closing * rng.choice((depth, depth - 1, 0))
-    )
-
-
-def huge(rng: random.Random, _: Sequence[str]) -> str:
-    number = "".join(rng.choices("0123456789", k=rng.choice((5, 20, 300, 5000, 100_000))))
-    form = rng.choice(
-        ("%s", "-%s", "%s.%s", "1e%s", "%s!", "2^%s", "2^{%s}", "%s^{%s}", "x^{%s}",
-         r"\frac{%s}{%s}", r"\sqrt{%s}", r"\sqrt[%s]{2}", r"\binom{%s}{7}", "%s,%s", "%s%%",
-         "%s**%s", r"\log_{%s}{%s}", "(%s!)!",
-         "%s元", "%s万", r"\sin(%s)", "%s:%s", "0.%s", "1/%s", r"10^{-%s}", "%s_{7}")
-    )  # fmt: skip
-    return form.replace("%s", number)
 
 
 if __name__ == "__main__":

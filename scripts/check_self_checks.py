@@ -99,9 +99,8 @@ def reason(
         generator = TransformersGenerator(model, [], say=said.append, autocast=autocast(precision))
         generator.generate([r.prompt for r in rollouts[::2]], 1, Sampling(max_tokens=1), [0, 0])
     else:
-        own = PolicyLogprobs(
-            model, packed=computation == "packed", autocast=autocast(precision), say=said.append
-        )
+        how: dict[str, Any] = {"autocast": autocast(precision), "say": said.append}
+        own = PolicyLogprobs(model, packed=computation == "packed", **how)
         own.check(rollouts, 1.0)
         assert own.checked
     return " ".join(said)
@@ -153,9 +152,7 @@ def of_neighbour(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: 
     return self, layer, q, k.roll(1, 0), v.roll(1, 0), scale
 
 
-def without_prompt(
-    self: DecodeBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> Any:
+def without_prompt(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
     """Hides the prompt from a step, where it lies in a row's own cache."""
     if self.prompt_columns and layer == 0:
         own = slice(self.prompt_columns, None)
@@ -174,9 +171,7 @@ def without_prefix(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[No
 
 
 @contextlib.contextmanager
-def around(
-    module: nn.Module, begin: Callable[[], object], end: Callable[[], None]
-) -> Iterator[None]:
+def around(module: nn.Module, begin: Callable[[], Any], end: Callable[[], Any]) -> Iterator[None]:
     """Calls `begin` before a packed or decoding forward of the module, and `end` after any."""
 
     def before(_: nn.Module, args: Any, named: dict[str, Any]) -> None:

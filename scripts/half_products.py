@@ -2,9 +2,8 @@
 
     python scripts/half_products.py -m grpo_cli.cli train mixed_precision=bf16 ...
 
-PyTorch's own products in bfloat16 take a hundred times as long on a processor without AMX or
-AVX512-BF16. A product of 16-bit numbers, summed in float32 and rounded once, is what such
-processors and GPUs compute: rounding can be tried on any machine, speed cannot.
+PyTorch's own products in bfloat16 take a hundred times as long there. Such processors and GPUs sum
+in float32 and round once, as this does: rounding can be tried on any machine, speed cannot.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ def install() -> None:
             found: Tensor = kernel.call_boxed(keys, *given, **named)
             return found.to(dtype) if out is None else out.copy_(found)
 
+        how = {"dispatch_key": "CPU", "with_keyset": True, "allow_override": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it overrides
-            library.impl(  # type: ignore[no-untyped-call]
-                name, product, "CPU", with_keyset=True, allow_override=True
-            )
+            library.impl(name, product, **how)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -67,12 +67,12 @@ LARGE: dict[str, Any] = {
 }  # fmt: skip
 SERVED: dict[str, Any] = {"generation.engine": "vllm_server"}
 FSDP: dict[str, Any] = {"distributed.strategy": "fsdp2"}
+SHARDED = LARGE | SERVED | FSDP
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": LARGE | SERVED,
-    "fsdp2": LARGE | SERVED | FSDP,
-    "fsdp2, kept gathered": LARGE | SERVED | FSDP | {"distributed.reshard_after_forward": False},
+    "ddp": LARGE | SERVED, "fsdp2": SHARDED,
+    "fsdp2, kept gathered": SHARDED | {"distributed.reshard_after_forward": False},
     "fsdp2, embedded engine": LARGE | FSDP,
-}
+}  # fmt: skip
 # The ways of training of the tables for one GPU and for one node.
 CARDS = (16, 24, 48, 80)  # GB
 STEP: dict[str, Any] = {
@@ -81,15 +81,9 @@ STEP: dict[str, Any] = {
     "update.tokens_per_micro_batch": 4096,
 }  # fmt: skip
 LORA: dict[str, Any] = {"model.dtype": "bfloat16", "adapter.method": "lora"}
-TRAINING: dict[str, dict[str, Any]] = {
-    "all weights": STEP,
-    "LoRA": STEP | LORA,
-    "QLoRA": STEP | LORA | {"model.quantization": "nf4"},
-}
-ON_A_NODE: dict[str, dict[str, Any]] = {
-    "all weights": STEP | FSDP | SERVED,
-    "LoRA": STEP | LORA | FSDP | SERVED,
-}
+QLORA = LORA | {"model.quantization": "nf4"}
+TRAINING = {"all weights": STEP, "LoRA": STEP | LORA, "QLoRA": STEP | QLORA}
+ON_A_NODE = {"all weights": STEP | FSDP | SERVED, "LoRA": STEP | LORA | FSDP | SERVED}
 
 SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "refused"}
 Field = dataclasses.Field[Any]
@@ -148,11 +142,8 @@ def peak(config: Any, values: Mapping[str, Any], gpus: int, lengths: Lengths) ->
 
 def memory_tables() -> str:
     """Returns the peak memory of a GPU: on one GPU, on eight, and on a cluster."""
-    tables = {
-        "One GPU": card_table(TRAINING, 1),
-        "Eight GPUs": card_table(ON_A_NODE, 8),
-        "A cluster": cluster_table(),
-    }
+    tables = {"One GPU": card_table(TRAINING, 1), "Eight GPUs": card_table(ON_A_NODE, 8)}
+    tables["A cluster"] = cluster_table()
     return "\n".join(f"### {title}\n\n{table}" for title, table in tables.items())
 
 
@@ -210,7 +201,11 @@ def knob_lists() -> str:
     parts = []
     for name, kind in sections():
         prefix = f"{name}." if name else ""
-        lines = [line(prefix + f.name, f) for f in dataclasses.fields(kind) if is_knob(f)]
+        lines = [
+            line(prefix + f.name, f)
+            for f in dataclasses.fields(kind)
+            if section_of(f) is None or f.default is None  # a section that may be null has a value
+        ]
         heading = f"## {name or 'The run'}\n\n{(kind.__doc__ or '').splitlines()[0]}\n\n"
         parts.append(heading + "".join(lines))
     return "\n".join(parts)
@@ -232,11 +227,6 @@ def section_of(field: Field) -> Any:
     return kind if dataclasses.is_dataclass(kind) else None
 
 
-def is_knob(field: Field) -> bool:
-    """Whether it has a value of its own: a section that may be null has."""
-    return section_of(field) is None or field.default is None
-
-
 def line(key: str, field: Field) -> str:
     """Returns a knob with its default, its range and the first sentence about it."""
     allowed = knob.allowed(field.metadata).removeprefix("one of ")
@@ -244,8 +234,7 @@ def line(key: str, field: Field) -> str:
     sentence = re.match(r".+?\.(?= [A-Z]|$)", field.metadata["doc"])
     assert sentence is not None, f"{key} has no sentence"
     value = field.default
-    if value is dataclasses.MISSING:
-        assert field.default_factory is not dataclasses.MISSING
+    if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     default = f"`{knob.as_written(value)}`" if value != "" else "empty"
     text = f"- `{key}` ({default}{f'; {allowed}' if allowed else ''}): {sentence[0]}"

@@ -59,17 +59,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/, math/, ...")
     data: Path = parser.parse_args().data
 
-    gsm8k_train = read(data / "gsm8k" / "train.jsonl.gz")
-    gsm8k_test = read(data / "gsm8k" / "test.jsonl")
-    arithmetic = sums(below=40)
-    gsm8k_fields = "id question answer solution"
-
+    fields, sums, calculations = "id question answer solution", additions(40), products()
     (SAMPLES / "benchmarks").mkdir(parents=True, exist_ok=True)
-    write("gsm8k_train.jsonl.gz", keep(gsm8k_train[:1000], gsm8k_fields))
-    write("gsm8k_test.jsonl", keep(spread(gsm8k_test, 200), gsm8k_fields))
-    write("arithmetic_train.jsonl", arithmetic[:1400])
-    write("arithmetic_test.jsonl", arithmetic[1400:])
-    calculations = products()
+    write("gsm8k_train.jsonl.gz", keep(read(data / "gsm8k" / "train.jsonl.gz")[:1000], fields))
+    write("gsm8k_test.jsonl", keep(spread(read(data / "gsm8k" / "test.jsonl"), 200), fields))
+    write("arithmetic_train.jsonl", sums[:1400])
+    write("arithmetic_test.jsonl", sums[1400:])
     write("calculator_train.jsonl.gz", calculations[:2000])
     write("calculator_test.jsonl", keep(calculations[2000:2200], "question answer"))
     write("guess_train.jsonl.gz", games(4000))
@@ -94,65 +89,52 @@ def chat_sums(count: int) -> list[Row]:
 
 def chat_json(count: int) -> list[Row]:
     """Sentences about people, each with a schema that only the JSON of its facts fits."""
-    draws = random.Random(SEED)
+    draws, rows = random.Random(SEED), []
     people = draws.sample([(n, a, c) for n in NAMES for a in range(18, 80) for c in CITIES], count)
-    rows = []
     for name, age, city in people:
         text = draws.choice(SENTENCES).format(name=name, age=age, city=city)
         facts = {"name": name, "age": age, "city": city}
         schema = {
-            "type": "object",
-            "properties": {key: {"const": value} for key, value in facts.items()},
-            "required": list(facts),
-            "additionalProperties": False,
-        }
-        answer, schema_text = json.dumps(facts), json.dumps(schema)
-        rows.append({"question": text, "answer": answer, "schema": schema_text})
+            "type": "object", "properties": {key: {"const": v} for key, v in facts.items()},
+            "required": list(facts), "additionalProperties": False,
+        }  # fmt: skip
+        rows.append({"question": text, "answer": json.dumps(facts), "schema": json.dumps(schema)})
     return rows
 
 
-def sums(below: int) -> list[Row]:
-    """Every ordered pair of whole numbers below `below`, in an order that looks random.
-
-    Numbers have two digits, so that every sum reads alike and a small model generalises from few.
-    """
+def additions(below: int) -> list[Row]:
+    """Every ordered pair of numbers below `below`, shuffled; all have two digits, to be alike."""
     pairs = [(a, b) for a in range(below) for b in range(below)]
     random.Random(SEED).shuffle(pairs)
     return [{"question": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"} for a, b in pairs]
 
 
 def products() -> list[Row]:
-    """Every product of two-digit numbers, in an order that looks random, with an episode each.
+    """Every product of two-digit numbers, shuffled, with an episode each.
 
     Three episodes in ten call the tool `multiply` and repeat its result; the others answer at once,
     which a small model cannot learn to do right.
     """
-    rng = random.Random(SEED)
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng, rows = random.Random(SEED), []
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS]
     rng.shuffle(pairs)
-    rows = []
     for a, b in pairs:
-        answer = {"role": "assistant", "content": str(a * b)}
-        function = {"name": "multiply", "arguments": {"a": a, "b": b}}
-        call = {"type": "function", "function": function}
-        called = [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "multiply", "content": str(a * b)},
-            answer,
-        ]
-        episode = called if rng.random() < CALLED else [answer]
+        episode: list[Row] = [{"role": "assistant", "content": str(a * b)}]
+        if rng.random() < CALLED:
+            function = {"name": "multiply", "arguments": {"a": a, "b": b}}
+            call = {"type": "function", "function": function}
+            asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+            episode = [asked, {"role": "tool", "name": "multiply", "content": str(a * b)}, *episode]
         rows.append({"question": f"{a}*{b}=", "answer": str(a * b), "episode": episode})
     return rows
 
 
 def games(count: int) -> list[Row]:
-    """Games of guessing a number from 0 to 31 in five turns, played without a strategy.
+    """Games of guessing a number from 0 to 31 in five turns.
 
-    Every guess has two digits and is drawn from the numbers that the replies have left. The numbers
-    to be found have nothing to do with those that a run draws.
+    Every guess is drawn from the numbers that the replies have left.
     """
-    rng = random.Random(SEED)
-    rows = []
+    rng, rows = random.Random(SEED), []
     for n in range(count):
         number, low, high = rng.randrange(32), 0, 31
         episode: list[Row] = []
@@ -170,10 +152,7 @@ def games(count: int) -> list[Row]:
 
 
 def shapes(chooser: random.Random) -> Row:
-    """Returns a row: a picture of 32 x 32 pixels, a question and its answer.
-
-    It shows 1 to 5 squares of the colour that is asked for among 0 to 3 others.
-    """
+    """Returns a row: a picture with 1 to 5 squares of a colour and 0 to 3 others, and how many."""
     asked = chooser.choice([*COLOURS])
     count = chooser.randint(1, 5)
     others = [c for c in COLOURS if c != asked]
@@ -196,42 +175,35 @@ def figure(number: int, chooser: random.Random) -> Row:
     """Returns a row with a right triangle, the angles of a triangle, a rectangle or a circle."""
     image = Image.new("RGB", (160, 120), "white")
     pen = ImageDraw.Draw(image)
-
-    def labels(**places: tuple[int, int]) -> None:
-        for text, place in places.items():
-            pen.text(place, text.strip("_"), fill="black")
-
-    kind = ("legs", "angles", "rectangle", "circle")[number % 4]
-    if kind == "legs":
+    question = "Find x."
+    if number % 4 == 0:
         times = chooser.randint(1, 5)
         a, b, c = (times * n for n in chooser.choice([(3, 4, 5), (5, 12, 13)]))
         pen.polygon([(30, 20), (30, 95), (135, 95)], outline="black")
-        labels(**{f"{a}": (10, 52), f"{b}_": (75, 98), "x": (88, 45)})
-        question, answer = "Find x.", str(c)
-    elif kind == "angles":
+        labels, answer = {(10, 52): f"{a}", (75, 98): f"{b}", (88, 45): "x"}, c
+    elif number % 4 == 1:
         a, b = chooser.randint(40, 70), chooser.randint(40, 70)
         pen.polygon([(20, 95), (140, 95), (70, 15)], outline="black")
-        labels(**{f"{a}°": (36, 80), f"{b}°_": (102, 80), "x°": (66, 32)})
-        question, answer = "Find x.", str(180 - a - b)
-    elif kind == "rectangle":
+        labels, answer = {(36, 80): f"{a}°", (102, 80): f"{b}°", (66, 32): "x°"}, 180 - a - b
+    elif number % 4 == 2:
         a, b = chooser.randint(3, 12), chooser.randint(3, 12)
         pen.rectangle((30, 25, 130, 90), outline="black")
-        labels(**{f"{a}": (76, 94), f"{b}_": (12, 52)})
-        question, answer = "Find the area of the rectangle.", str(a * b)
+        labels, answer = {(76, 94): f"{a}", (12, 52): f"{b}"}, a * b
+        question = "Find the area of the rectangle."
     else:
         r = chooser.randint(2, 20)
         pen.ellipse((40, 15, 130, 105), outline="black")
         pen.line((85, 60, 130, 60), fill="black")
-        labels(**{f"{r}": (102, 46)})
-        question, answer = "Find the diameter of the circle.", str(2 * r)
-    return {"images": [png(image)], "problem": f"<image>{question}", "answer": answer}
+        labels, answer, question = {(102, 46): f"{r}"}, 2 * r, "Find the diameter of the circle."
+    for place, text in labels.items():
+        pen.text(place, text, fill="black")
+    return {"images": [png(image)], "problem": f"<image>{question}", "answer": str(answer)}
 
 
 def write_pictures() -> None:
     """Writes the pictures to train on, those held out, which are others, and the benchmark's."""
-    text = datasets.Value("string")
-    chooser = random.Random(SEED)
-    seen: set[bytes] = set()
+    text, chooser, seen = datasets.Value("string"), random.Random(SEED), set[bytes]()
+    columns = {"image": datasets.Image(), "question": text, "answer": text}
     for name, count in (("shapes_train", 2400), ("shapes_test", 200)):
         rows: list[Row] = []
         while len(rows) < count:
@@ -239,17 +211,15 @@ def write_pictures() -> None:
             if row["image"]["bytes"] not in seen:
                 seen.add(row["image"]["bytes"])
                 rows.append(row)
-        features = datasets.Features({"image": datasets.Image(), "question": text, "answer": text})
-        columns = {key: [row[key] for row in rows] for key in rows[0]}
-        table = datasets.Dataset.from_dict(columns, features=features)
-        table.to_parquet(SAMPLES / f"{name}.parquet")
-    features = datasets.Features(
-        {"images": datasets.List(datasets.Image()), "problem": text, "answer": text}
-    )
+        write_table(name, rows, columns)
     chooser = random.Random(FIGURES_SEED)
-    figures = [figure(number, chooser) for number in range(12)]
-    table = datasets.Dataset.from_list(figures, features=features)
-    table.to_parquet(SAMPLES / "benchmarks" / "geometry3k.parquet")
+    columns = {"images": datasets.List(datasets.Image()), "problem": text, "answer": text}
+    write_table("benchmarks/geometry3k", [figure(n, chooser) for n in range(12)], columns)
+
+
+def write_table(name: str, rows: list[Row], columns: Row) -> None:
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(columns))
+    table.to_parquet(SAMPLES / f"{name}.parquet")
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
@@ -268,8 +238,7 @@ def read(path: Path) -> list[Row]:
 
 def write(name: str, rows: Iterable[Row]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    # Without mtime=0 the archive would hold the time of writing, and differ each time.
-    path = SAMPLES / name
+    path = SAMPLES / name  # with mtime=0 an archive does not hold the time of writing
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     print(f"{path.relative_to(SAMPLES.parent.parent)}: {len(path.read_bytes()):,} bytes")
 

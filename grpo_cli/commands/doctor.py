@@ -36,7 +36,7 @@ from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import as_words, compose_and_call, given_keys, recipe_files
 from grpo_cli.config.interpolation import SECRET, publishable
 from grpo_cli.config.schema import Recipe
-from grpo_cli.config.words import RECIPE_KEYS, recipe_key
+from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
 from grpo_cli.errors import TrainingError, UserError, nearest
 
 USAGE = """\
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
         TrainingError: something is broken.
     """
     if {"-h", "--help"} & {*argv}:
-        print(USAGE + doctor_nodes.usage(), end="")
+        print(USAGE + doctor_nodes.USAGE + described(doctor_nodes.Settings, dashes=True), end="")
         return
     options = {recipe_key(w[2:].replace("-", "_")) for w in argv if w.startswith("--")}
     if options - RECIPE_KEYS - {"config"}:

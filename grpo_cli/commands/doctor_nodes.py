@@ -38,7 +38,7 @@ from typing import Any
 import grpo_cli.rewards
 from grpo_cli import __version__
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, option, options_as_words, parse, split
+from grpo_cli.config.words import option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError
 
 GB = 1e9
@@ -46,6 +46,12 @@ PORT = 29400  # default port of the store
 RENDEZVOUS_SHARE = 0.6  # share of the time limit; the other stages have the rest
 POLL_SECONDS = 0.05
 
+USAGE = """\
+grpo doctor --nodes=a,b --rank=N [--master=HOST:PORT ...]
+
+Checks whether the nodes of a job can train together. Run it once on each node, at the same time.
+
+"""
 Facts = dict[str, Any]  # the facts of one node, see `facts_of`
 
 
@@ -96,15 +102,6 @@ class Settings:
     def left(self) -> float:
         """The seconds until the time limit."""
         return max(0.1, self.began + self.timeout - time.monotonic())
-
-
-def usage() -> str:
-    """Returns the help of --nodes."""
-    return (
-        "grpo doctor --nodes=a,b --rank=N [--master=HOST:PORT ...]\n\n"
-        "Checks whether the nodes of a job can train together. Run it once on each node, at the\n"
-        "same time.\n\n" + described(Settings, dashes=True)
-    )
 
 
 def settings_of(argv: Sequence[str]) -> Settings:

@@ -1,4 +1,4 @@
-"""`grpo plan`: predicts the memory and the time of a recipe without loading weights."""
+"""`grpo plan`: predicts the memory of a recipe without loading weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from grpo_cli.config.words import check_recipe_words, described, parse, split
 USAGE = """\
 grpo plan [recipe=NAME] [gpu=h100-80gb gpus=8] [--json] [word=value ...] [key=value ...]
 
-Predicts peak memory and time by stage of a step from the config of the model: no weights are
-loaded. Says what to change where a run does not fit. Where the recipe's folder holds a run, such as
-a trial of three steps (`grpo train steps=3`), what it measured stands beside the plan.
+Predicts the peak memory by stage of a step from the config of the model: no weights are loaded.
+Says what to change where a run does not fit. Where the recipe's folder holds a run, such as a trial
+of three steps (`grpo train steps=3`), what it measured stands beside the plan.
 
 """
 
@@ -30,12 +30,6 @@ class Settings:
         None, "GPU by its name, such as h100-80gb, or by its memory in GB; null: this machine."
     )
     gpus: int = knob(1, "Number of GPUs that train, on all nodes together.", ge=1)
-    mean_tokens: float | None = knob(
-        None,
-        "Mean length of a completion, in tokens; null: every completion is as long as "
-        "generation.max_completion_tokens.",
-        gt=0,
-    )
     prompt_tokens: int | None = knob(
         None,
         "Length of a prompt, in tokens; null: the mean of the training rows if they are local, "
@@ -68,15 +62,16 @@ def main(argv: list[str]) -> None:
 
         recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         plan, notes = plan_of(recipe, **asdict(settings))
-        changes = [] if plan.fits else planning.changes(plan)
+        changes = {} if plan.fits else planning.changes(plan)
         measured = (RunFolder(Path(recipe.output_dir)).plan() or {}).get("measured")
-        if not as_json:
+        if as_json:
+            also = {"recipe": recipe.recipe, "notes": notes, "measured": measured}
+            also["changes"] = [
+                {"set": words, "peak": round(changed.peak), "fits": changed.fits}
+                for words, changed in changes.items()
+            ]
+            print(json.dumps(plan.as_json() | also, indent=2))
+        else:
             print(planning.text_of(plan, changes, notes, measured), end="")
-            return
-        listed = [
-            {"set": c.words, "peak": round(c.plan.peak), "fits": c.plan.fits} for c in changes
-        ]
-        also = {"recipe": recipe.recipe, "changes": listed, "notes": notes, "measured": measured}
-        print(json.dumps(plan.as_json() | also, indent=2))
 
     compose_and_call([*rest, *options], task)

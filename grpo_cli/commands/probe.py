@@ -5,14 +5,14 @@ They are separate so that a mistake on the command line is found before torch is
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from omegaconf import DictConfig
 
 from grpo_cli.config.compose import compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Hub, Recipe, Tracking
+from grpo_cli.config.schema import Hub, Tracking
 from grpo_cli.config.words import check_recipe_words, described, parse, recipe_key, split
 from grpo_cli.errors import UserError
 
@@ -26,9 +26,8 @@ and a verdict with settings to change. Writes probe.json and completions.parquet
 and `grpo score`) to outputs/probe/NAME, or to output_dir.
 Exit code 3: the run cannot learn as it stands.
 
-  --json                   Print probe.json and nothing else.
 """
-NOT_READ = ("resume", "resume_changed", "overwrite")
+WITHOUT: dict[str, Any] = {"resume": None, "resume_changed": False, "overwrite": False}
 
 
 @dataclass
@@ -57,41 +56,26 @@ def main(argv: list[str]) -> None:
         print(USAGE + described(Settings))
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
-    as_json = "--json" in options
-    options = [option for option in options if option != "--json"]
     own, rest = split(Settings, words)
     settings = parse(Settings, own)
     check_recipe_words(Settings, rest)
     for word in rest:
-        if recipe_key(word) in NOT_READ:
+        if recipe_key(word) in WITHOUT:
             raise UserError(f"{word}: is only read by grpo train; a probe replaces its files.")
 
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
         recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
-        prepared = prepare.for_training(without_side_effects(recipe, rest))
+        if not any(word.startswith("output_dir=") for word in rest):
+            recipe = replace(recipe, output_dir=f"outputs/probe/{recipe.recipe}")
+        recipe = replace(recipe, **WITHOUT, tracking=Tracking(), hub=Hub())
+        prepared = prepare.for_training(recipe)
         from grpo_cli.commands import probe_run
 
         try:
-            probe_run.probe(prepared, settings.prompts, settings.samples, as_json=as_json)
+            probe_run.probe(prepared, settings.prompts, settings.samples)
         finally:
             prepared.close()
 
     compose_and_call([*rest, *options], task)
-
-
-def without_side_effects(recipe: Recipe, words: list[str]) -> Recipe:
-    """Returns the recipe with a folder of its own, and without trackers and pushes."""
-    folder = recipe.output_dir
-    if not any(word.startswith("output_dir=") for word in words):
-        folder = f"outputs/probe/{recipe.recipe}"
-    return dataclasses.replace(
-        recipe,
-        output_dir=folder,
-        resume=None,
-        resume_changed=False,
-        overwrite=False,
-        tracking=Tracking(),
-        hub=Hub(),
-    )

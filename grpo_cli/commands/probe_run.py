@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from itertools import chain
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
@@ -12,7 +12,7 @@ from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
-from grpo_cli.evaluation.probe.verdict import show
+from grpo_cli.evaluation.probe.verdict import lines
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.policy import make_logprobs
 from grpo_cli.models.vision import has_images
@@ -26,56 +26,56 @@ from grpo_cli.training.prepare import Prepared
 LEAST_SAMPLES, MOST_SAMPLES = 16, 64  # per prompt, unless a number is given
 
 
-def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: bool) -> None:
+def probe(prepared: Prepared, prompts: int, samples: int | None) -> None:
     """Loads the model of a prepared recipe, probes it, writes and prints the result.
 
     Args:
         prompts, samples: see `commands.probe.Settings`.
-        as_json: whether standard output gets probe.json and nothing else.
 
     Raises:
         CannotLearn: the run cannot learn as it stands.
     """
-    recipe = prepared.recipe
+    recipe, folder = prepared.recipe, prepared.folder
     workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
     with workers.raise_together():
-        lock = Lock(prepared.folder) if workers.is_main else None
+        lock = Lock(folder) if workers.is_main else None
     try:
-        reporter = Reporter(recipe, prepared.folder, workers.is_main and not as_json)
+        reporter = Reporter(recipe, folder, workers.is_main)
         group = at_step(recipe, 0)[0].generation.num_generations
         samples = samples or max(LEAST_SAMPLES, min(group, MOST_SAMPLES))
-        result = _probe(prepared, prompts, samples, workers, reporter)
+        result = measured(prepared, prompts, samples, workers, reporter)
         with workers.raise_together():
             if workers.is_main:
-                write(prepared, result, reporter.console, as_json=as_json)
+                write(prepared, result, reporter)
     finally:
         if lock is not None:
             lock.release()
     if not result.verdict.can_learn:
         raise CannotLearn(
             f"{recipe.recipe}: cannot learn as it stands ({', '.join(result.verdict.reasons)}); "
-            f"what was found: {paths.shown(prepared.folder / FILE)}"
+            f"what was found: {paths.shown(folder / FILE)}"
         )
 
 
-def _probe(
+def measured(
     prepared: Prepared, number: int, samples: int, workers: Workers, reporter: Reporter
 ) -> ProbeResult:
-    recipe, say = prepared.recipe, reporter.say
+    """Loads the model, and probes it with `number` prompts."""
+    say, scorer = reporter.say, prepared.scorer
     with workers.raise_together():
         loaded = build.load_policy(prepared, workers, reporter)
     model, tokenizer = loaded.model, loaded.tokenizer
     stream = build.make_stream(prepared, loaded, say)
     prompts = list(stream.prompts)
-    recipe = parsing.with_steps(recipe, len(prompts))
+    recipe = parsing.with_steps(prepared.recipe, len(prompts))
     prompts += build.longest_unknown(recipe, prompts)
     logprobs = make_logprobs(workers.place(model), recipe, workers, say)
     build.check_fits(recipe, model, prompts)
     episodes = build.make_episodes(prepared, loaded, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
-    scorer, state = prepared.scorer, TrainerState(max_steps=recipe.steps)
     for line in scorer.descriptions:
         say(line)
+    state = TrainerState(max_steps=recipe.steps)
     parts = ProbeParts(
         recipe, workers, tokenizer, logprobs, generator, stream, scorer, episodes, state
     )
@@ -88,23 +88,17 @@ def _probe(
         generator.close()
 
 
-def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json: bool) -> None:
+def write(prepared: Prepared, result: ProbeResult, reporter: Reporter) -> None:
     """Writes probe.json and completions.parquet, and prints the result."""
-    folder, recipe = prepared.folder, prepared.recipe
-    write_text(folder / FILE, result.as_json())
+    report, completions = prepared.folder / FILE, prepared.folder / "completions.parquet"
+    write_text(report, result.as_json())
     with_images = has_images(g.prompt for g in result.groups)
     rows = []
     for g in result.groups:
         images = images_cell(g.prompt) if with_images else None
         rows += [completion_row(0, g, sample, images) for sample in range(len(g.rollouts))]
-    write_parquet(folder / "completions.parquet", rows)
-    if as_json:
-        print(result.as_json(), end="")
-        return
-    show(console, recipe.recipe, result.measured, result.verdict)
-    console.print(
-        f"\nnumbers: {paths.shown(folder / FILE)}; every completion: "
-        f"{paths.shown(folder / 'completions.parquet')}",
-        markup=False,
-        soft_wrap=True,
-    )
+    write_parquet(completions, rows)
+    files = f"\nnumbers: {paths.shown(report)}; every completion: {paths.shown(completions)}"
+    shown = lines(prepared.recipe.recipe, result.measured, result.verdict)
+    for line in chain(shown, [files]):
+        reporter.console.print(line, markup=False, soft_wrap=True)

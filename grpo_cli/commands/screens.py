@@ -62,7 +62,6 @@ are, what the rewards do, and what to change.
 
   prompts=32               Prompts, chosen at random
   samples=null             Completions of each prompt; null: 16 or more
-  --json                   Print the findings as JSON
 
 Examples:
   grpo probe my.yaml

@@ -170,25 +170,6 @@ class Place:
     setup: str = ""  # lines
 
 
-def make_place(settings: Settings, recipe: Recipe, words: Sequence[str], file: Path) -> Place:
-    """Returns the place of a job that is submitted from the working directory."""
-    given = any(w.lstrip("+").startswith("output_dir=") for w in words)
-    folder = shlex.quote(str(Path(recipe.output_dir).expanduser().resolve()))
-    python = settings.python
-    if python is None:
-        python = "python" if settings.setup else shlex.quote(sys.executable)
-    setup = ""
-    if settings.setup is not None:
-        setup = Path(settings.setup).expanduser().read_text(encoding="utf-8").strip("\n")
-    return Place(
-        work_dir=shlex.quote(str(Path.cwd())),
-        run_dir=folder if given else f"{folder}/job-$SLURM_JOB_ID",
-        log=str(file.parent / "%x-%j.out"),
-        python=python,
-        setup=setup,
-    )
-
-
 def words_to_compose(settings: Settings, words: Sequence[str]) -> list[str]:
     """Returns the recipe's words and those that the script adds, to compose and check them.
 
@@ -260,24 +241,15 @@ def script(settings: Settings, words: Sequence[str], place: Place, command: str)
         kinds.append(f"{s.vllm_nodes} node{'s' * (s.vllm_nodes > 1)} sample")
     recipe = next((Path(w.partition("=")[2]).stem for w in words if w.startswith("recipe=")), "run")
     name = s.job_name or "grpo-" + re.sub(r"[^\w.-]+", "-", recipe)
+    whole = s.cpus_per_task is None
     options: dict[str, Any] = {
-        "job-name": name,
-        "nodes": s.nodes + s.vllm_nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": gpus or None,
-        "cpus-per-task": s.cpus_per_task,
-        "exclusive": s.cpus_per_task is None or None,
-        "mem": s.mem or ("0" if s.cpus_per_task is None else None),
-        "time": s.time,
-        "signal": f"B:USR1@{s.grace}",
-        "requeue": True,
-        "open-mode": "append",
-        "output": place.log,
-        "partition": s.partition,
-        "account": s.account,
-        "qos": s.qos,
+        "job-name": name, "nodes": s.nodes + s.vllm_nodes, "ntasks-per-node": 1,
+        "gpus-per-node": gpus or None, "cpus-per-task": s.cpus_per_task,
+        "exclusive": whole or None, "mem": s.mem or ("0" if whole else None), "time": s.time,
+        "signal": f"B:USR1@{s.grace}", "requeue": True, "open-mode": "append",
+        "output": place.log, "partition": s.partition, "account": s.account, "qos": s.qos,
         **s.sbatch,
-    }
+    }  # fmt: skip
     words_of_recipe = [w for w in words if not w.lstrip("+").startswith(("output_dir=", "resume="))]
     arrays = {"WORDS": words_of_recipe}
     if s.vllm_nodes:
@@ -356,10 +328,15 @@ def write(settings: Settings, recipe: Recipe, words: Sequence[str], command: str
     """Writes the script, and prints where it is and how to submit it."""
     kind = "train_and_serve" if settings.vllm_nodes else "train"
     folder = Path(recipe.output_dir).expanduser()
-    file = (
-        Path(settings.file).expanduser() if settings.file else folder / f"{kind}.sbatch"
-    ).resolve()
-    place = make_place(settings, recipe, words, file)
+    file = Path(settings.file or folder / f"{kind}.sbatch").expanduser().resolve()
+    run, setup = shlex.quote(str(folder.resolve())), ""
+    if not any(w.lstrip("+").startswith("output_dir=") for w in words):
+        run += "/job-$SLURM_JOB_ID"
+    if settings.setup is not None:
+        setup = Path(settings.setup).expanduser().read_text(encoding="utf-8").strip("\n")
+    python = settings.python or ("python" if settings.setup else shlex.quote(sys.executable))
+    log = str(file.parent / "%x-%j.out")
+    place = Place(shlex.quote(str(Path.cwd())), run, log, python, setup)
     file.parent.mkdir(parents=True, exist_ok=True)  # the job's log is written there too
     file.write_text(script(settings, words, place, command), encoding="utf-8")
     print(f"written: {file}")

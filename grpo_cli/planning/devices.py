@@ -8,59 +8,36 @@ import psutil
 import torch
 
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.models.flops import listed_peak, peak_flops
 from grpo_cli.models.memory import free_memory
 
 GB = 1e9
-# Name of a GPU in plans: (CUDA's name, memory in GB of 10^9 bytes, memory bandwidth in GB/s, rate
-# to another GPU of the node in GB/s), from NVIDIA's data sheets.
-GPUS: dict[str, tuple[str, float, float, float]] = {
-    "a10g": ("NVIDIA A10G", 24, 600, 32),
-    "a40": ("NVIDIA A40", 48, 696, 56),
-    "a100-40gb": ("NVIDIA A100-SXM4-40GB", 40, 1555, 300),
-    "a100-80gb": ("NVIDIA A100-SXM4-80GB", 80, 2039, 300),
-    "b200": ("NVIDIA B200", 180, 8000, 900),
-    "gh200": ("NVIDIA GH200", 96, 4000, 450),
-    "h100-80gb": ("NVIDIA H100 80GB HBM3", 80, 3350, 450),
-    "h100-nvl": ("NVIDIA H100 NVL", 94, 3900, 300),
-    "h100-pcie": ("NVIDIA H100 PCIe", 80, 2000, 64),
-    "h200": ("NVIDIA H200", 141, 4800, 450),
-    "l4": ("NVIDIA L4", 24, 300, 32),
-    "l40s": ("NVIDIA L40S", 48, 864, 32),
-    "rtx3090": ("NVIDIA GeForce RTX 3090", 24, 936, 32),
-    "rtx4090": ("NVIDIA GeForce RTX 4090", 24, 1008, 32),
-    "rtx5090": ("NVIDIA GeForce RTX 5090", 32, 1792, 64),
-    "rtx6000-ada": ("NVIDIA RTX 6000 Ada Generation", 48, 960, 32),
-    "t4": ("Tesla T4", 16, 320, 16),
-    "v100-32gb": ("Tesla V100-SXM2-32GB", 32, 900, 150),
-}
+# Memory of a GPU in GB of 10^9 bytes, from NVIDIA's data sheets.
+GPUS = {
+    "a10g": 24, "a40": 48, "a100-40gb": 40, "a100-80gb": 80, "b200": 180, "gh200": 96,
+    "h100-80gb": 80, "h100-nvl": 94, "h100-pcie": 80, "h200": 141, "l4": 24, "l40s": 48,
+    "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "rtx6000-ada": 48, "t4": 16, "v100-32gb": 32,
+}  # fmt: skip
+WITHOUT_BF16 = ("t4", "v100-32gb")
 COUNTED = 0.94  # share of a GPU's memory; the rest is CUDA's context and fragmentation
-GPUS_PER_NODE = 8
-BETWEEN_NODES = 50.0  # GB/s: one link of 400 Gb/s a GPU
-CPU_BANDWIDTH = 8.0  # GB/s of one core, assumed
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: the memory that a run may use, and its rates if they are known."""
+    """One device, and the memory that a run may use."""
 
     name: str
     memory: float  # bytes
     kind: str = "cuda"  # or cpu, mps
-    flops: float | None = None  # peak FLOPs a second of matrix products, in the arithmetic's type
-    bandwidth: float = 0.0  # bytes a second, to its own memory
-    link: float = 0.0  # bytes a second, to another device
 
 
-def named(name: str, dtype: torch.dtype, gpus: int = 1) -> Device:
-    """Returns a GPU by its name, or by its memory in GB, whose rates are unknown.
+def named(name: str, dtype: torch.dtype) -> Device:
+    """Returns a GPU by its name, or by its memory in GB.
 
     Args:
         dtype: the type of the arithmetic.
-        gpus: number of GPUs; beyond one node, the link between nodes limits the rate.
 
     Raises:
-        UserError: the GPU is not listed, or does not multiply in this type.
+        UserError: the GPU is not listed, or has no such type.
     """
     name = name.lower()
     size = name.removesuffix("gb")
@@ -72,26 +49,17 @@ def named(name: str, dtype: torch.dtype, gpus: int = 1) -> Device:
         raise UserError(
             f"gpu = {name}: is not listed; there are {listed(GPUS)}, and a number of GB.{meant}"
         )
-    card, memory, bandwidth, link = GPUS[name]
-    peak = listed_peak(card, dtype, tf32=False)
-    if peak is None:
+    if name in WITHOUT_BF16 and dtype == torch.bfloat16:
         raise UserError(
-            f"gpu = {name}: has no {str(dtype).removeprefix('torch.')}; use mixed_precision=fp16 "
-            "with model.dtype=float32."
+            f"gpu = {name}: has no bfloat16; use mixed_precision=fp16 with model.dtype=float32."
         )
-    rate = link if gpus <= GPUS_PER_NODE else min(link, BETWEEN_NODES)
-    return Device(name, COUNTED * memory * GB, "cuda", peak, bandwidth * GB, rate * GB)
+    return Device(name, COUNTED * GPUS[name] * GB)
 
 
-def of_machine(device: torch.device, dtype: torch.dtype) -> Device:
+def of_machine(device: torch.device) -> Device:
     """Returns a device of this machine."""
-    peak = peak_flops(device, dtype)
-    if device.type != "cuda":
-        memory = float(min(free_memory(device), psutil.virtual_memory().total))
-        bandwidth = CPU_BANDWIDTH * torch.get_num_threads() * GB
-        return Device(str(device), memory, device.type, peak, bandwidth, BETWEEN_NODES * GB)
-    properties = torch.cuda.get_device_properties(device)
-    similar = [gpu for gpu in GPUS.values() if gpu[0] == properties.name]
-    _, _, bandwidth, link = similar[0] if similar else GPUS["a100-40gb"]
-    memory = COUNTED * properties.total_memory
-    return Device(properties.name, memory, "cuda", peak, bandwidth * GB, link * GB)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device(properties.name, COUNTED * properties.total_memory)
+    memory = min(free_memory(device), psutil.virtual_memory().total)
+    return Device(str(device), float(memory), device.type)

@@ -43,7 +43,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, and the sizes, devices and lengths that its memory and time depend on."""
+    """A recipe, and the sizes, devices and lengths that its memory depends on."""
 
     recipe: Recipe
     sizes: Sizes
@@ -177,30 +177,19 @@ def copies(job: Job) -> dict[str, float]:
 
 def decoding(job: Job) -> dict[str, float]:
     """Returns the bytes that the embedded engine holds besides the weights."""
-    rows = rows_at_a_time(job)
-    prompts = rows / job.recipe.generation.num_generations * job.lengths.prompt
-    tokens = prompts + GROWTH * rows * job.lengths.longest
-    return {
-        "keys and values": tokens * job.sizes.cache * job.compute_bytes,
-        "logits": 2.0 * rows * job.sizes.vocab * job.compute_bytes,
-    }
-
-
-def rows_at_a_time(job: Job) -> int:
-    """Returns the number of completions that one device decodes at the same time."""
-    recipe, token = job.recipe, job.sizes.cache * job.compute_bytes
-    generation = recipe.generation
+    generation, token = job.recipe.generation, job.sizes.cache * job.compute_bytes
     if generation.max_num_seqs is not None:
-        return min(job.rollouts, generation.max_num_seqs)
-    if job.embedded:
+        rows = min(job.rollouts, generation.max_num_seqs)
+    else:
         weights = sum(size for part, size in resting(job).items() if part != "optimizer state")
         fitting = cache_tokens_in(max(job.device.memory - weights, 0), token) // job.row
         most = min(fitting, MOST_ROWS.get(job.device.kind, MOST_ROWS["cpu"]))
-    else:
-        share = generation.vllm.memory * job.device.memory
-        free = share - job.sizes.parameters * job.compute_bytes
-        most = int(max(free, 0) / (token * job.row))
-    return min(max(most, generation.num_generations), job.rollouts)  # a group is never split
+        rows = min(max(most, generation.num_generations), job.rollouts)  # a group is never split
+    prompts = rows / generation.num_generations * job.lengths.prompt
+    return {
+        "keys and values": (prompts + GROWTH * rows * job.lengths.longest) * token,
+        "logits": 2.0 * rows * job.sizes.vocab * job.compute_bytes,
+    }
 
 
 def micro_batch_tokens(job: Job) -> int:

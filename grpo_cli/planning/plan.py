@@ -1,20 +1,18 @@
-"""Predicts the memory and the time of a run, and suggests changes if it does not fit."""
+"""Predicts the memory of a run, and suggests changes if it does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import yaml
 
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.planning.memory import Job, Stages, largest_micro_batch, memory, micro_batch_tokens
-from grpo_cli.planning.seconds import step_seconds
 from grpo_cli.planning.sizes import sizes_of
 
-MOST_CHANGES = 8  # largest number of printed changes
+TOKENS, LENGTH = "update.tokens_per_micro_batch", "generation.max_completion_tokens"
+FITS = {True: "fits", False: "DOES NOT FIT"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,6 @@ class Plan:
 
     job: Job
     memory: Stages  # bytes of one process by stage and part
-    seconds: Mapping[str, float] | None  # the busiest process, by stage; None: unknown
 
     @property
     def by_stage(self) -> dict[str, float]:
@@ -39,13 +36,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
         return self.peak <= self.job.device.memory
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The seconds of a step, without rewards."""
-        return None if self.seconds is None else sum(self.seconds.values())
 
     @property
     def disk(self) -> float:
@@ -59,9 +50,8 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the prediction as plain values, for plan.json and --json."""
-        job, step = self.job, self.step_seconds
-        n, lengths = job.recipe.generation.num_generations, job.lengths
-        tokens = job.recipe.prompts_per_step * n * (lengths.prompt + lengths.mean)
+        job, lengths = self.job, self.job.lengths
+        rollouts = job.recipe.prompts_per_step * job.recipe.generation.num_generations
         return {
             "memory": {stage: round(size) for stage, size in self.by_stage.items()},
             "parts": {
@@ -71,16 +61,12 @@ class Plan:
             "peak": round(self.peak),
             "peak_stage": self.peak_stage,
             "fits": self.fits,
-            "activations_known": job.sizes.activations is not None,
-            "time": self.seconds and {s: rounded(t) for s, t in self.seconds.items()},
-            "step_seconds": step and rounded(step),
-            "run_seconds": step and rounded(step * job.recipe.steps),
-            "tokens_per_step": round(tokens),
+            "tokens_per_step": round(rollouts * (lengths.prompt + lengths.mean)),
             "tokens_per_micro_batch": micro_batch_tokens(job),
             "parameters": job.sizes.parameters,
             "checkpoint_bytes": round(self.disk),
-            "prompt_tokens": rounded(lengths.prompt),
-            "completion_tokens": rounded(lengths.mean),
+            "prompt_tokens": round(lengths.prompt, 2),
+            "completion_tokens": round(lengths.mean, 2),
             "device": job.device.name,
             "gpus": job.gpus,
         }
@@ -88,55 +74,29 @@ class Plan:
 
 def predict(job: Job) -> Plan:
     """Returns the prediction of a run."""
-    return Plan(job, memory(job, largest_micro_batch(job)), step_seconds(job))
+    return Plan(job, memory(job, largest_micro_batch(job)))
 
 
-def rounded(value: float) -> float:
-    """Returns a number rounded to 4 significant digits."""
-    return float(f"{value:.4g}")
+def changes(plan: Plan) -> dict[str, Plan]:
+    """Returns words that lower the peak, each with the plan under it, the lowest peak first.
 
-
-# The knobs that a word of the command line sets by choosing a part of the recipe.
-PARTS: dict[str, dict[str, Any]] = {
-    "adapter=lora": {"adapter.method": "lora"},
-    "adapter=qlora": {"adapter.method": "lora", "model.quantization": "nf4"},
-    "distributed=fsdp2": {"distributed.strategy": "fsdp2"},
-    "generation=vllm_server": {"generation.engine": "vllm_server"},
-    "optimizer=adamw_8bit": {"optimizer.algorithm": "bitsandbytes.optim:AdamW8bit"},
-}
-
-
-@dataclass(frozen=True)
-class Change:
-    """Words that change the recipe, and the plan of the changed recipe."""
-
-    words: str
-    plan: Plan
-
-
-def changes(plan: Plan) -> list[Change]:
-    """Returns single changes that lower the peak, those that fit first.
-
-    If no single change fits, the combination of the best ones comes first.
+    If no single change fits, a combination that fits comes first.
     """
-    found = sorted(single_changes(plan), key=lambda c: (not c.plan.fits, c.plan.peak))
-    if not found or found[0].plan.fits:
+    found = single_changes(plan)
+    if not found or any(changed.fits for changed in found.values()):
         return found
-    together = found[0]
-    while not together.plan.fits and (more := single_changes(together.plan)):
-        best = min(more, key=lambda c: c.plan.peak)
-        together = Change(f"{together.words} {best.words}", best.plan)
-    return [together, *found] if together.plan.fits else found
+    words, together = next(iter(found.items()))
+    while not together.fits and (more := single_changes(together)):
+        best, together = next(iter(more.items()))
+        words = f"{words} {best}"
+    return {words: together, **found} if together.fits else found
 
 
-def single_changes(plan: Plan) -> list[Change]:
-    """Returns single changes that lower the peak by more than 1 %."""
-    job, found = plan.job, []
-    for words in candidates(job):
-        recipe = job.recipe
-        for word in words.split():
-            key, _, text = word.partition("=")
-            recipe = with_values(recipe, PARTS.get(word, {key: yaml.safe_load(text)}))
+def single_changes(plan: Plan) -> dict[str, Plan]:
+    """Returns the single changes that lower the peak by more than 1 %."""
+    job, found = plan.job, {}
+    for words, values in candidates(job).items():
+        recipe = with_values(job.recipe, values)
         most, old = recipe.generation.max_completion_tokens, job.lengths
         lengths = replace(old, longest=min(old.longest, most), mean=min(old.mean, most))
         try:
@@ -145,27 +105,33 @@ def single_changes(plan: Plan) -> list[Change]:
             continue
         changed = predict(replace(job, recipe=recipe, sizes=sizes, lengths=lengths))
         if changed.peak < 0.99 * plan.peak:
-            found.append(Change(words, changed))
-    return found
+            found[words] = changed
+    return dict(sorted(found.items(), key=lambda item: item[1].peak))
 
 
-def candidates(job: Job) -> list[str]:
-    """Returns the words of changes that the recipe allows."""
+def candidates(job: Job) -> dict[str, dict[str, Any]]:
+    """Returns the changes that the recipe allows: words, and the knobs that they set."""
     fewer, shorter = micro_batch_tokens(job) // 4, job.lengths.longest // 2
     is_quantized = job.recipe.model.quantization != "none"
     half = "model.dtype=bfloat16 mixed_precision=bf16"
-    found = ["model.gradient_checkpointing=true", "mixed_precision=bf16", "loss.beta=0.0",
-             "optimizer=adamw_8bit", "generation=vllm_server"]  # fmt: skip
+    lora = {"adapter.method": "lora", "model.dtype": "bfloat16", "mixed_precision": "bf16"}
+    found: dict[str, dict[str, Any]] = {
+        "model.gradient_checkpointing=true": {"model.gradient_checkpointing": True},
+        "mixed_precision=bf16": {"mixed_precision": "bf16"},
+        "loss.beta=0.0": {"loss.beta": 0.0},
+        "optimizer=adamw_8bit": {"optimizer.algorithm": "bitsandbytes.optim:AdamW8bit"},
+        "generation=vllm_server": {"generation.engine": "vllm_server"},
+    }
     if not is_quantized:
-        found.append(f"adapter=lora {half}")
+        found[f"adapter=lora {half}"] = lora
     if not job.sharded:
-        found.append(f"adapter=qlora {half}")
+        found[f"adapter=qlora {half}"] = {**lora, "model.quantization": "nf4"}
         if job.gpus > 1 and not is_quantized:
-            found.append("distributed=fsdp2")
+            found["distributed=fsdp2"] = {"distributed.strategy": "fsdp2"}
     if fewer >= 256:
-        found.append(f"update.tokens_per_micro_batch={fewer}")
+        found[f"{TOKENS}={fewer}"] = {TOKENS: fewer}
     if shorter >= 64:
-        found.append(f"generation.max_completion_tokens={shorter}")
+        found[f"{LENGTH}={shorter}"] = {LENGTH: shorter}
     return found
 
 
@@ -179,55 +145,40 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def text_of(
-    plan: Plan, changes: list[Change], notes: list[str], measured: Mapping[str, Any] | None
+    plan: Plan, changes: Mapping[str, Plan], notes: list[str], measured: Mapping[str, Any] | None
 ) -> str:
     """Returns a plan as text for a terminal, with the measurements of a run beside it."""
     job, lengths, measured = plan.job, plan.job.lengths, measured or {}
     several = f"{job.gpus} x {job.device.name}" if job.gpus > 1 else job.device.name
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    activations = "" if job.sizes.activations is not None else ", activations not counted"
+    without = "" if job.sizes.activations is not None else ", activations not counted"
     lines = [
         f"{job.recipe.recipe}: {number(job.sizes.parameters)} parameters on {several} "
         f"({gb(job.device.memory)} of memory counted each)",
         "",
-        f"memory of one process: {gb(plan.peak)}{activations}, in {plan.peak_stage}: {verdict}",
+        f"memory of one process: {gb(plan.peak)}{without}, in {plan.peak_stage}: {FITS[plan.fits]}",
     ]
     for stage, parts in plan.memory.items():
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         shown = ", ".join(f"{name} {gb(size)}" for name, size in ordered if size >= 1e6)
-        cells = beside(gb, plan.by_stage[stage], measured.get("memory", {}).get(stage))
-        lines.append(f"  {stage:16}  {cells}  {shown}")
+        known = measured.get("memory", {}).get(stage)
+        beside = "" if known is None else f" (measured {gb(known)})"
+        lines.append(f"  {stage:16}  {gb(plan.by_stage[stage]):>8}{beside}  {shown}")
     lines += [
         "",
         f"a step: {job.recipe.prompts_per_step:,} prompts of {lengths.prompt:,.4g} tokens x "
-        f"{job.recipe.generation.num_generations} completions of {lengths.mean:,.4g} tokens in the "
-        f"mean, in micro-batches of {micro_batch_tokens(job):,} tokens",
+        f"{job.recipe.generation.num_generations} completions of up to {lengths.longest:,} tokens, "
+        f"in micro-batches of {micro_batch_tokens(job):,} tokens",
+        f"checkpoints on the disk: {gb(plan.disk)}",
     ]
-    if plan.seconds is not None and plan.step_seconds is not None:
-        times = {**plan.seconds, "step": plan.step_seconds}
-        known = measured.get("time", {}) | {"step": measured.get("step_seconds")}
-        lines.append("time, from the device's peak and bandwidth:")
-        lines += [f"  {s:16}  {beside(duration, t, known.get(s))}" for s, t in times.items()]
-        steps = job.recipe.steps
-        lines.append(f"the run: {steps:,} steps, {duration(steps * plan.step_seconds)}")
-    lines.append(f"checkpoints on the disk: {gb(plan.disk)}")
     if changes:
         lines += ["", "to make it fit:"]
-    for change in changes[:MOST_CHANGES]:
-        fits = "fits" if change.plan.fits else "does not fit yet"
-        lines.append(f"  {change.words}\n    {gb(change.plan.peak)}, {fits}")
-    if changes and not changes[0].plan.fits:
+    for words, changed in changes.items():
+        lines.append(f"  {words}\n    {gb(changed.peak)}, {FITS[changed.fits]}")
+    if changes and not any(changed.fits for changed in changes.values()):
         lines.append("  none of them makes it fit: use more or larger devices, or a smaller model")
     if measured:
         lines += ["", f"measured with completions of {measured['completion_tokens']:.4g} tokens"]
-    lines += ["", *(f"note: {note}" for note in notes)]
-    return "\n".join(lines) + "\n"
-
-
-def beside(shown: Callable[[float], str], planned: float, measured: float | None) -> str:
-    """Returns a planned figure, with the measured one if there is one."""
-    cell = f"{shown(planned):>8}"
-    return cell if measured is None else f"{cell} (measured {shown(measured)})"
+    return "\n".join([*lines, "", *(f"note: {note}" for note in notes)]) + "\n"
 
 
 def gb(size: float) -> str:
@@ -243,14 +194,3 @@ def number(value: float) -> str:
         if value >= 10**power:
             return f"{value / 10**power:.3g} {letter}"
     return f"{value:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Returns seconds in the unit that reads best."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h" if seconds < 200 * 3600 else f"{seconds / 86400:.3g} days"

@@ -24,7 +24,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_cli.config.schema import HALF_TYPES, Adapter, Model, Recipe
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.activation_bytes import saved_bytes, without_checkpointing
-from grpo_cli.models.flops import params_in_products
 from grpo_cli.models.memory import cache_numbers
 
 LENGTHS = (8, 16)  # tokens of the two passes; short, since a mask grows with their square
@@ -36,7 +35,6 @@ class Sizes:
 
     config: PretrainedConfig
     parameters: int  # number of weights, without an adapter's
-    active: int | None  # weights that a token is multiplied with; None: unknown
     layer: int  # weights of the largest layer
     matrices: int  # weights in the layers' matrices, which are quantized
     largest_matrix: int
@@ -86,7 +84,6 @@ def _count(config: PretrainedConfig) -> Sizes:
         layer=max((sum(p.numel() for p in layer) for layer in layers), default=0),
         matrices=sum(matrices),
         largest_matrix=max(matrices, default=0),
-        active=params_in_products(model),
         cache=cache_numbers(text),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -166,14 +163,10 @@ def _traced_layers(
 
 
 def _bytes_per_token(model: PreTrainedModel, autocast: str | None) -> float:
-    few, many = (_kept_bytes(model, tokens, autocast) for tokens in LENGTHS)
-    return (many - few) / (LENGTHS[1] - LENGTHS[0])
-
-
-def _kept_bytes(model: PreTrainedModel, tokens: int, autocast: str | None) -> int:
-    """Returns the bytes that a forward pass over one sequence keeps, without weights."""
-    half = getattr(torch, autocast or "bfloat16")
-    with saved_bytes(model) as kept, torch.autocast("cpu", half, enabled=autocast is not None):
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        model.base_model(input_ids=ids, use_cache=False)
-        return kept()
+    """Returns the bytes per token that a forward pass over one sequence keeps, without weights."""
+    half, found = getattr(torch, autocast or "bfloat16"), []
+    for tokens in LENGTHS:
+        with saved_bytes(model) as kept, torch.autocast("cpu", half, enabled=autocast is not None):
+            model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+            found.append(kept())
+    return (found[1] - found[0]) / (LENGTHS[1] - LENGTHS[0])

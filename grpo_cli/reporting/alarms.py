@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from grpo_cli.algorithm.loss import STALENESS
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import TrainingError
-from grpo_cli.reporting.watches import Level, Metrics, Rule, Shift, State, Value, Watch, measured
+from grpo_cli.reporting.watches import Level, Metrics, Shift, State, Value, Watch
 
 ACTIVE = "alarms/active"
 EQUAL_STEPS = 3  # steps in a row without any advantage
@@ -81,20 +81,15 @@ class Alarms:
         self.states = {name: State(**state) for name, state in saved.items() if name in names}
 
 
-def _alarm(name: str, rule: Rule, value: Value | str, text: str) -> Watch:
-    """Makes an alarm for a metric, or for a number that is computed from several."""
-    return Watch(name, rule, measured(value) if isinstance(value, str) else value, text)
-
-
 def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
-    yield _alarm(
+    yield Watch(
         "no_reward",
         Level(above=1.0),
         lambda metrics: float(math.isnan(metrics["reward"])),
         "no completion has a reward, since every function returned None; nothing is learned. Look "
         "at the columns that they read.",
     )
-    yield _alarm(
+    yield Watch(
         "equal_rewards",
         Level(above=1.0, steps=EQUAL_STEPS),
         lambda metrics: (
@@ -105,7 +100,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
     )
     for name in recipe.reward:
         for kind, what in (("timeouts", "did not end in time"), ("errors", "failed")):
-            yield _alarm(
+            yield Watch(
                 f"reward_calls/{name}/{kind}",
                 Level(above=1.0),
                 f"rewards/{name}/{kind}",
@@ -114,7 +109,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
             )
     weighted = [name for name, reward in recipe.reward.items() if reward.weight]
     for name in weighted if len(weighted) > 1 else ():
-        yield _alarm(
+        yield Watch(
             f"one_reward/{name}",
             Level(above=ONE_REWARD, calm=ONE_REWARD - 0.05, steps=ONE_REWARD_STEPS),
             _share_of(name, weighted),
@@ -122,7 +117,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
             f"{ONE_REWARD:.0%} in each of the last {ONE_REWARD_STEPS} steps in which others varied "
             "too: these teach next to nothing. Change the weights, or use advantage=gdpo.",
         )
-        yield _alarm(
+        yield Watch(
             f"constant_reward/{name}",
             Level(below=0.0, steps=CONSTANT_STEPS),
             f"rewards/{name}/std",
@@ -142,7 +137,7 @@ def _share_of(name: str, weighted: Sequence[str]) -> Value:
 
 
 def _of_completions() -> Iterator[Watch]:
-    yield _alarm(
+    yield Watch(
         "length",
         Shift(factor=2.0, added=4.0, least=5),
         "completions/mean_length",
@@ -150,14 +145,14 @@ def _of_completions() -> Iterator[Watch]:
         "steps before: look at the newest ones. A reward that pays for length does this, and a "
         "policy that no longer ends its text.",
     )
-    yield _alarm(
+    yield Watch(
         "truncated",
         Shift(factor=1.0, added=0.25, least=5),
         "completions/clipped_ratio",
         "{value:.0%} of the completions are cut off by generation.max_completion_tokens, "
         "{usual:.0%} in the median of the steps before.",
     )
-    yield _alarm(
+    yield Watch(
         "mostly_truncated",
         Level(above=0.9, calm=0.8, steps=MOSTLY_TRUNCATED_STEPS),
         "completions/clipped_ratio",
@@ -165,7 +160,7 @@ def _of_completions() -> Iterator[Watch]:
         f"least nine of ten in each of the last {MOSTLY_TRUNCATED_STEPS} steps: the model does not "
         "end its text, or the limit is too short for it.",
     )
-    yield _alarm(
+    yield Watch(
         "entropy",
         Shift(factor=0.1, window=3, first=True, least=3, steps=2),
         "entropy",
@@ -176,14 +171,14 @@ def _of_completions() -> Iterator[Watch]:
 
 
 def _of_updates() -> Iterator[Watch]:
-    yield _alarm(
+    yield Watch(
         "clip_ratio",
         Level(above=0.3, calm=0.2, steps=3),
         "clip_ratio/region_mean",
         "{value:.0%} of the tokens that train are clipped: the updates of a step move the policy "
         "too far. Lower optimizer.learning_rate, or take fewer updates a step.",
     )
-    yield _alarm(
+    yield Watch(
         "mismatch",
         Shift(factor=3.0, added=0.01, window=20, first=True, steps=5),
         lambda metrics: max((metrics[key] for key in MISMATCH if key in metrics), default=None),
@@ -191,7 +186,7 @@ def _of_updates() -> Iterator[Watch]:
         "{usual:.3g} in the first steps: the samples come less and less from the policy that is "
         "trained. Look at the weight check, prefetch_steps and the sampler's data type.",
     )
-    yield _alarm(
+    yield Watch(
         "grad_norm",
         # Against the start: in a converged run, single values as large as there are normal.
         Shift(factor=10.0, window=20, first=True, least=20, steps=1),

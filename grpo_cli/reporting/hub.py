@@ -82,24 +82,16 @@ def check(recipe: Recipe) -> str | None:
     try:
         created = api.create_repo(repo, private=True, exist_ok=True)
         api.auth_check(created.repo_id, write=True)
-    except HfHubHTTPError as error:
-        status = error.response.status_code
+    except UNREACHABLE as error:
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 500
         if status >= 500 or status in (408, 409, 429):
-            return _unreachable(where, error)
+            said = f"the hub cannot be reached now ({reason(error)})"
+            return f"{where}: {said}; each checkpoint is another attempt"
         raise UserError(
             f"{where}: the hub does not let this token write there ({reason(error)}); use one that "
             "may (HF_TOKEN, or hf auth login), or another repository."
         ) from error
-    except UNREACHABLE as error:
-        return _unreachable(where, error)
     return None
-
-
-def _unreachable(where: str, error: Exception) -> str:
-    return (
-        f"{where}: the hub cannot be reached now ({reason(error)}); each checkpoint is another "
-        "attempt"
-    )
 
 
 def reason(error: BaseException) -> str:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-STAGES = (  # the stages of a step, in order
-    "generate",
-    "reward",
-    "old_logprobs",
-    "ref_logprobs",
-    "forward_backward",
-    "optimizer",
-    "weights",
-    "idle",  # this process waits for the others
-)
+STAGES = (  # the stages of a step, in order; in the last one a process waits for the others
+    "generate", "reward", "old_logprobs", "ref_logprobs", "forward_backward", "optimizer",
+    "weights", "idle",
+)  # fmt: skip
 LONGEST = 5  # stages in a line of times
 SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/bwd"}
 
@@ -41,14 +35,14 @@ def times(metrics: Mapping[str, Any]) -> str:
         if key.startswith("time/") and "/" not in (name := key[5:]) and seconds >= 0.01 * total
     }
     longest = sorted(stages, key=stages.__getitem__)[-LONGEST:]
-    parts = [f"{name} {_seconds(s)}" for name, s in stages.items() if name in longest]
+    parts = [
+        f"{name} {s:.{2 if s < 1 else 1 if s < 100 else 0}f}"
+        for name, s in stages.items()
+        if name in longest
+    ]
     line = [" · ".join([f"{part} s" for part in parts[:1]] + parts[1:])]
     if (rate := metrics.get("tokens_per_second")) is not None:
         line.append(f"{rate:,.0f} tok/s")
     if (used := metrics.get("mfu/forward_backward")) is not None:
         line.append(f"MFU {100 * used:.{0 if used >= 0.0995 else 1}f} %")
     return " | ".join(filter(None, line))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"

@@ -148,14 +148,9 @@ def model_card(
 
 
 def subject(recipe: Recipe, base: str | None) -> str:
-    """Returns the beginning of the card's first sentence: the model, or the adapter and its model.
-
-    Args:
-        base: hub name of the model that is trained, if it has one.
-    """
-    if base:
-        model = f"[{base}](https://huggingface.co/{base})"
-    else:
+    """Returns the beginning of the first sentence: the model, or the adapter and its model."""
+    model = f"[{base}](https://huggingface.co/{base})"
+    if base is None:
         model = "a model from a folder" if recipe.model.path else "a model built from scratch"
     if recipe.adapter.method == "none":
         return model[0].upper() + model[1:]

@@ -132,13 +132,9 @@ class Reporter:
                 )
             self.skips_completions = True
         read = ("step", "prompt", "completion", "advantage")  # by people, as are the rewards
-        self.trackers.table(
-            [
-                {k: row[k] for k in row if k in read or k.startswith(("reward", "extras/"))}
-                for row in rows
-            ],
-            step,
-        )
+        prefixes = ("reward", "extras/")
+        shown = [{k: r[k] for k in r if k in read or k.startswith(prefixes)} for r in rows]
+        self.trackers.table(shown, step)
         self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
@@ -376,18 +372,15 @@ def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Tab
         table.add_row("held-out reward", *rewards)
     if metrics:
         tenth = max(1, len(metrics) // 10)
-        for key, title in (
-            ("reward", "training reward, first and last tenth"),
-            ("completions/mean_length", "completion length, the same"),
-        ):
-            first, last = metrics[:tenth], metrics[-tenth:]
-            table.add_row(title, *(f"{_average(part, key):.3f}" for part in (first, last)))
+        titles = {
+            "reward": "training reward, first and last tenth",
+            "completions/mean_length": "completion length, the same",
+        }
+        for key, title in titles.items():
+            parts = (metrics[:tenth], metrics[-tenth:])
+            values = [[m[key] for m in part if m.get(key) is not None] for part in parts]
+            table.add_row(title, *(f"{sum(v) / len(v) if v else math.nan:.3f}" for v in values))
     return table
-
-
-def _average(lines: list[dict[str, Any]], key: str) -> float:
-    values = [m[key] for m in lines if m.get(key) is not None]
-    return sum(values) / len(values) if values else math.nan
 
 
 def with_interval(result: dict[str, Any]) -> str:

@@ -141,13 +141,9 @@ def _started(
         "swanlab": {"run_name": project, "experiment_name": run_name},
         "tensorboard": {"run_name": "", "logging_dir": str(folder / "tensorboard")},
         "trackio": {"run_name": project, "name": known or run_name, "resume": "allow"},
-        "wandb": {
-            "run_name": project,
-            "name": run_name,
-            "id": known or uuid.uuid4().hex[:8],
-            "resume": "allow",
-        },
+        "wandb": {"run_name": project, "name": run_name, "id": known or uuid.uuid4().hex[:8]},
     }
+    arguments["wandb"]["resume"] = "allow"
     if name in ("trackio", "wandb"):
         arguments[name]["config"] = settings
     tracker = LOGGER_TYPE_TO_CLASS[name](**arguments[name])

@@ -132,20 +132,16 @@ def head(sample: Sample) -> str:
     named = [
         f"{name} {columns[name]}" for name in ("step", "row", "sample") if _is_number(columns, name)
     ]
-    reward = columns.get("reward")
-    named.append(
-        "no reward"
-        if reward is None
-        else f"reward {reward:g}"
-        if _is_number(columns, "reward")
-        else ""
-    )
+    if columns.get("reward") is None:
+        named.append("no reward")
+    elif _is_number(columns, "reward"):
+        named.append(f"reward {columns['reward']:g}")
     if _is_number(columns, "advantage"):
         named.append(f"advantage {columns['advantage']:.3g}")
     ended = sample.episode["stop_reason"] if sample.episode else columns.get("finish_reason")
     if ended:
         named.append(f"ended: {printable(str(ended))}")
-    return " · ".join(filter(None, named))
+    return " · ".join(named)
 
 
 def _foot(sample: Sample) -> Iterator[str]:
@@ -157,11 +153,8 @@ def _foot(sample: Sample) -> Iterator[str]:
         yield "rewards: " + ", ".join(map(printable, said))
     if episode is None:
         return
-    for title, values in (
-        ("of the environment", episode["rewards"]),
-        ("metrics", episode["metrics"]),
-    ):
-        if values:
+    for key, title in {"rewards": "of the environment", "metrics": "metrics"}.items():
+        if values := episode[key]:
             said = (f"{name} {value:g}" for name, value in values.items())
             yield f"{title}: " + ", ".join(map(printable, said))
     if columns.get("env_error"):

@@ -115,12 +115,12 @@ class Watch:
 
     name: str
     rule: Rule
-    value: Value
+    value: str | Value  # a metric, or a number that is computed from several
     text: str = ""  # sentence of an alarm, in which {value} and {usual} are filled in
 
     def follow(self, state: State, metrics: Metrics) -> Judgement | None:
         """Follows one step; returns the judgement if an episode begins, else None."""
-        value = self.value(metrics)
+        value = metrics.get(self.value) if isinstance(self.value, str) else self.value(metrics)
         if value is None or math.isnan(value):
             return None
         judged = self.rule.judge(value, state)
@@ -136,8 +136,3 @@ class Watch:
             return None
         state.holds = state.beyond >= self.rule.steps
         return judged if state.holds else None
-
-
-def measured(key: str) -> Value:
-    """Returns the function that reads the metric `key`."""
-    return lambda metrics: metrics.get(key)

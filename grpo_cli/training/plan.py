@@ -22,7 +22,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.models import loading, tiny
 from grpo_cli.planning import devices
 from grpo_cli.planning.memory import Job, Lengths
-from grpo_cli.planning.plan import Plan, predict, rounded
+from grpo_cli.planning.plan import Plan, predict
 from grpo_cli.planning.sizes import sizes_of
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.memory_meter import MemoryMeter
@@ -36,125 +36,86 @@ STEPS = 200  # newest steps of a run that the statistics cover
 
 
 def plan_of(
-    recipe: Recipe,
-    gpu: str | None = None,
-    gpus: int = 1,
-    mean_tokens: float | None = None,
-    prompt_tokens: int | None = None,
+    recipe: Recipe, gpu: str | None = None, gpus: int = 1, prompt_tokens: int | None = None
 ) -> tuple[Plan, list[str]]:
     """Returns the plan of a recipe and notes on its assumptions, without loading a model.
 
     Args:
         gpu: name or GB of a GPU; None: this machine.
-        mean_tokens: mean length of completions; None: all have the maximal length.
         prompt_tokens: length of a prompt; None: the mean of the training rows, if local.
 
     Raises:
         UserError: the model's config cannot be read, or the GPU is not listed.
     """
-    notes: list[str] = []
-    rows, tokenizer = local_rows(recipe), None
-    if (build := recipe.model.build) is not None:
-        read = data.solution_pairs(rows, recipe.dataset) if rows and build.merges else ()
-        pairs = [tiny.Pair(*pair) for pair in read]
-        tokenizer = tiny.tokenizer_of(build, pairs)
-        config = tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id)  # no vision tower
-    else:
-        config = config_of(recipe)
-    dtype = getattr(torch, recipe.arithmetic_dtype)
-    if gpu is None:
-        workers = Workers(recipe.device, recipe.mixed_precision)
-        device = devices.of_machine(workers.device, dtype)
-    else:
-        device = devices.named(gpu, dtype, gpus)
-    prompt: float = prompt_tokens or measured_prompt(recipe, rows, tokenizer, notes)
-    if rows is not None:
+    notes = ["rewards, environments, evaluations and images are not counted"]
+    parts = [part.data for part in recipe.dataset.mixture.values()] or [recipe.dataset.train or ""]
+    rows: data.Rows | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if not recipe.dataset.streaming and all(map(sources.is_local, parts)):
+        rows = next(iter(prepare.train_rows_of(recipe)[0].values())).rows
         recipe = parsing.with_steps(recipe, len(rows.rows))
     elif recipe.epochs is not None:
         notes.append(f"epochs: the rows are not here; steps = {recipe.steps:,} is assumed")
+    if (build := recipe.model.build) is not None:
+        read = data.solution_pairs(rows, recipe.dataset) if rows and build.merges else ()
+        tokenizer = tiny.tokenizer_of(build, [tiny.Pair(*pair) for pair in read])
+        config = tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id)  # no vision tower
+    else:
+        config = config_of(recipe)
+    if gpu is None:
+        device = devices.of_machine(Workers(recipe.device, recipe.mixed_precision).device)
+    else:
+        device = devices.named(gpu, getattr(torch, recipe.arithmetic_dtype))
+    prompt: float | None = prompt_tokens
+    if prompt is None and rows is not None:
+        prompt = mean_prompt(recipe, rows, tokenizer)
+    if prompt is None:
+        prompt = recipe.dataset.max_prompt_tokens
+        notes.append(
+            f"prompts are assumed to be as long as dataset.max_prompt_tokens = {prompt}, since "
+            "rows or tokenizer are not here; prompt_tokens=N says otherwise"
+        )
+    sizes = sizes_of(config, recipe)
+    if sizes.activations is None:
+        notes.append("activations of this model are unknown; a run of one step measures them")
+    if recipe.has_episodes:
+        notes.append("an episode counts as one completion of generation.max_completion_tokens")
     longest = recipe.generation.max_completion_tokens
-    lengths = Lengths(prompt, min(mean_tokens or longest, longest), longest)
-    plan = predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths))
-    return plan, [*notes, *left_out(plan)]
+    return predict(Job(recipe, sizes, device, gpus, Lengths(prompt, longest, longest))), notes
 
 
 def config_of(recipe: Recipe) -> PretrainedConfig:
-    """Returns the config of the model that the recipe names.
-
-    Raises:
-        UserError: it cannot be read, in the folder or from the hub.
-    """
-    path = recipe.model.path
-    assert path is not None, "checked when the recipe was parsed"
-    base, source = loading.base_of(recipe.model, path)
+    """Returns the config of the model that the recipe names; a UserError if it cannot be read."""
+    assert recipe.model.path is not None, "checked when the recipe was parsed"
+    base, source = loading.base_of(recipe.model, recipe.model.path)
     try:
         return loading.read_config(base, source)
     except loading.FAILURES as error:
-        instead = "give a folder that holds the file"
-        if not sources.is_local(source):
-            instead = (
-                f"run `hf download {source} config.json` where there is a network, or {instead}"
-            )
         raise UserError(
-            f"model.path = {path}: its config.json, which is all that a plan reads, cannot be "
-            f"read; {instead}."
+            f"model.path = {source}: its config.json cannot be read; give a folder that holds it, "
+            f"or run `hf download {source} config.json` where there is a network."
         ) from error
 
 
-def local_rows(recipe: Recipe) -> data.Rows | None:
-    """Returns the training rows if they are local files; None if they are on the hub."""
-    parts = [part.data for part in recipe.dataset.mixture.values()]
-    named = parts or [recipe.dataset.train or ""]
-    if recipe.dataset.streaming or not all(map(sources.is_local, named)):
-        return None
-    train, _ = prepare.train_rows_of(recipe)
-    return next(iter(train.values())).rows
-
-
-def measured_prompt(
-    recipe: Recipe,
-    rows: data.Rows | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    notes: list[str],
-) -> float:
-    """Returns the mean length of the first prompts; the limit without rows or tokenizer."""
-    most = recipe.dataset.max_prompt_tokens
+def mean_prompt(
+    recipe: Recipe, rows: data.Rows, tokenizer: PreTrainedTokenizerBase | None
+) -> float | None:
+    """Returns the mean length of the first prompts; None if the tokenizer is not here."""
+    some = replace(rows, rows=[rows.rows[i] for i in range(min(SOME_ROWS, len(rows.rows)))])
     try:
-        if rows is None:
-            raise UserError("the rows are not here")
         if tokenizer is None:
             assert recipe.model.path is not None
             _, tokenizer = loading.load_config(recipe.model, recipe.model.path)
-        some = replace(rows, rows=[rows.rows[i] for i in range(min(SOME_ROWS, len(rows.rows)))])
         prompts, _ = data.make_prompts(
             some, recipe.dataset, tokenizer, template_kwargs=recipe.model.chat_template_kwargs
         )
     except UserError:
-        notes.append(
-            f"prompts are assumed to be as long as dataset.max_prompt_tokens = {most}, since rows "
-            "or tokenizer are not here; prompt_tokens=N says otherwise"
-        )
-        return most
+        return None
     return statistics.fmean(len(p.ids) for p in prompts)
 
 
-def left_out(plan: Plan) -> list[str]:
-    """Returns one sentence for each thing that the plan leaves out."""
-    recipe = plan.job.recipe
-    found = ["rewards, environments, evaluations, images and checkpoints take no time or memory"]
-    if plan.job.sizes.activations is None:
-        found.append("activations of this model are unknown; a run of one step measures them")
-    if recipe.has_episodes:
-        found.append("an episode counts as one completion of generation.max_completion_tokens")
-    if recipe.generation.vllm.prefetch_steps:
-        found.append("sampling and updates are added up, though they overlap with prefetch_steps")
-    if recipe.generation.dynamic_sampling:
-        found.append("dynamic sampling samples more prompts than it counts")
-    return found
-
-
 class PlanRecord:
-    """This process's measurements of a run's memory and time, with the plan beside them.
+    """This process's measurements of a run's memory, with the plan beside them.
 
     plan.json is {"measured": ..., "predicted": ...}, written with each checkpoint and at the end.
     The prediction is for the measured lengths and groups with a gradient. "unpredicted" replaces it
@@ -169,9 +130,8 @@ class PlanRecord:
         workers: Workers,
         prompts: Sequence[Prompt],
     ) -> None:
-        dtype = getattr(torch, recipe.arithmetic_dtype)
         self.path, self.recipe, self.config = folder / NAME, recipe, config
-        self.device = devices.of_machine(workers.device, dtype)
+        self.device = devices.of_machine(workers.device)
         self.processes = workers.size
         self.prompt_tokens = statistics.fmean(len(p.ids) for p in prompts)
         self.meter = MemoryMeter(workers.device)
@@ -185,14 +145,30 @@ class PlanRecord:
         """
         if not self.metrics:
             return
-        measured = self._measured(micro_tokens)
-        lengths = Lengths(
-            self.prompt_tokens,
-            max(measured["completion_tokens"], 1.0),
-            max(measured["longest_tokens"], 1),
-            measured["signal"],
-        )
+        steps = list(self.metrics)
+        steps = steps[1:] if len(steps) > 1 else steps  # the first also sets up and checks
+
+        def mean(name: str) -> float:
+            return statistics.fmean(m.get(name, 0.0) for m in steps)
+
+        length = mean("completions/mean_length")
+        signal = max(1 - mean("frac_reward_zero_std"), 0.01)
+        longest = round(max(m.get("completions/max_length", 0.0) for m in steps))
+        tokens = (m["step_time"] * m["tokens_per_second"] for m in steps)
+        memory = {stage: self.meter.peaks[stage] for stage in STAGES if stage in self.meter.peaks}
+        measured = {
+            "memory": memory,
+            "peak": max(memory.values(), default=None),
+            "peak_stage": max(memory, key=lambda stage: memory[stage], default=None),
+            "tokens_per_step": round(statistics.median(tokens)),
+            "tokens_per_micro_batch": micro_tokens,
+            "completion_tokens": round(length, 2),
+            "longest_tokens": longest,
+            "signal": round(signal, 4),
+            "steps_measured": len(steps),
+        }
         written: dict[str, Any] = {"measured": measured}
+        lengths = Lengths(self.prompt_tokens, max(length, 1.0), max(longest, 1), signal)
         try:
             sizes = sizes_of(self.config, self.recipe)
             plan = predict(Job(self.recipe, sizes, self.device, self.processes, lengths))
@@ -201,32 +177,3 @@ class PlanRecord:
             written["unpredicted"] = f"{type(error).__name__}: {error}"
         with suppress(OSError):
             write_text(self.path, json.dumps(written, indent=2) + "\n")
-
-    def _measured(self, micro_tokens: int | None) -> dict[str, Any]:
-        steps = list(self.metrics)
-        steps = steps[1:] if len(steps) > 1 else steps  # the first also sets up and checks
-
-        def median(name: str) -> float:
-            return rounded(statistics.median(m.get(name, 0.0) for m in steps))
-
-        def mean(name: str) -> float:
-            return statistics.fmean(m.get(name, 0.0) for m in steps)
-
-        memory = {stage: self.meter.peaks[stage] for stage in STAGES if stage in self.meter.peaks}
-        time = {s: median(f"time/{s}") for s in STAGES if f"time/{s}" in steps[0]}
-        return {
-            "memory": memory,
-            "peak": max(memory.values(), default=None),
-            "peak_stage": max(memory, key=lambda stage: memory[stage], default=None),
-            "time": {stage: seconds for stage, seconds in time.items() if seconds},
-            "step_seconds": median("step_time"),
-            "run_seconds": rounded(self.recipe.steps * median("step_time")),
-            "tokens_per_step": rounded(
-                statistics.median(m["step_time"] * m["tokens_per_second"] for m in steps)
-            ),
-            "tokens_per_micro_batch": micro_tokens,
-            "completion_tokens": rounded(mean("completions/mean_length")),
-            "longest_tokens": round(max(m.get("completions/max_length", 0.0) for m in steps)),
-            "signal": rounded(max(1 - mean("frac_reward_zero_std"), 0.01)),
-            "steps_measured": len(steps),
-        }

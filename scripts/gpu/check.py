@@ -17,7 +17,6 @@ import importlib
 import importlib.metadata
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -56,13 +55,7 @@ class Setting:
         return "cpu" if self.dry else "cuda"
 
     def run_program(self, command: Sequence[str]) -> str:
-        """Runs a program; returns its output.
-
-        The output goes into the log at once, so that it is there if the case is cut off.
-
-        Raises:
-            RuntimeError: it fails.
-        """
+        """Runs a program; returns its output, which goes into the log at once."""
         log = self.out / "log"
         with log.open("ab") as file:
             start = file.tell()
@@ -80,7 +73,7 @@ def run_stage(stage: str, setting: Setting) -> list[Row]:
     rows: list[Row] = []
     while True:
         command = [sys.executable, __file__, f"--out={setting.out}", f"--scratch={setting.scratch}"]
-        command += [f"--stages={stage}", f"--skip={len(rows)}", "--here"]
+        command += [f"--stages={stage}", f"--skip={len(rows)}"]
         command += ["--dry-run"] if setting.dry else []
         with (setting.out / "log").open("ab") as log:
             process = subprocess.Popen(
@@ -99,16 +92,11 @@ def run_stage(stage: str, setting: Setting) -> list[Row]:
         rows = [found for found in read(setting.out) if found["stage"] == stage]
         if process.returncode == 0:
             return rows
-        add(setting.out, row(stage, begun(setting.out), status, error, time.monotonic() - begin))
-        rows.append(read(setting.out)[-1])
+        lines = (setting.out / "log").read_text("utf-8", errors="replace").splitlines()
+        case = next((line[3:] for line in reversed(lines) if line.startswith("== ")), "start")
+        rows.append(add(setting.out, stage, case, status, error, time.monotonic() - begin))
         if status == "cut off":
             return rows
-
-
-def begun(out: Path) -> str:
-    """Returns the name of the case that was begun last."""
-    lines = (out / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line[3:] for line in reversed(lines) if line.startswith("== ")), "start")
 
 
 def run_cases(stage: str, setting: Setting, skip: int) -> None:
@@ -129,22 +117,20 @@ def run_cases(stage: str, setting: Setting, skip: int) -> None:
             status, error = "failed", f"{type(failure).__name__}: {sentence}"
             traceback.print_exc()
         seconds = time.monotonic() - begin
-        add(setting.out, row(stage, name, status, error, seconds, figures))
+        add(setting.out, stage, name, status, error, seconds, figures)
 
 
-def row(
-    stage: str, case: str, status: str, error: str, seconds: float, figures: Figures | None = None
+def add(
+    out: Path, stage: str, case: str, status: str, error: str, seconds: float, figures: Any = None
 ) -> Row:
-    return {
+    """Stores a row, and returns it."""
+    row = {
         "stage": stage, "case": case, "status": status, "seconds": round(seconds, 3),
         "error": error, "figures": figures or {},
     }  # fmt: skip
-
-
-def add(out: Path, found: Row) -> None:
-    """Stores a row."""
     with (out / "results.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(found) + "\n")
+        file.write(json.dumps(row) + "\n")
+    return row
 
 
 def read(out: Path) -> list[Row]:
@@ -178,36 +164,33 @@ def cell(value: Any) -> str:
 
 def machine() -> dict[str, Any]:
     """Returns the machine and the versions that the figures come from."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     return {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "gpu": output(query) or "none",
+        "date": time.strftime("%Y-%m-%d %H:%M"), "gpu": output(query) or "none",
         "cores": os.cpu_count(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        "commit": output(git) or "unknown",
-    }
+        "commit": output(["git", "describe", "--always", "--dirty"]) or "unknown",
+    }  # fmt: skip
 
 
 def output(command: list[str]) -> str:
     """Returns the output of a program; "" if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+    return ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--stages", default=",".join(STAGES), help="some of the stages")
-    parser.add_argument("--here", action="store_true", help="run one stage in this process")
-    parser.add_argument("--skip", type=int, default=0, help="cases that have run, with --here")
-    parser.add_argument("--scratch", type=Path, help="folder of the runs, with --here")
+    add_argument = parser.add_argument
+    add_argument("--out", type=Path, required=True, help="folder of the results")
+    add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
+    add_argument("--stages", default=",".join(STAGES), help="some of the stages")
+    add_argument("--skip", type=int, default=0, help="cases that have run, with --scratch")
+    add_argument("--scratch", type=Path, help="run one stage in this process, with this folder")
     given = parser.parse_args()
     stages, out = given.stages.split(","), given.out.resolve()
-    if given.here:
+    if given.scratch:
         run_cases(stages[0], Setting(given.dry_run, out, given.scratch), given.skip)
         return
     if unknown := [stage for stage in stages if stage not in STAGES]:

@@ -45,14 +45,11 @@ def read_image(text: str) -> dict[str, str | None]:
 def lacking(requirements: Iterable[str], image: Mapping[str, str | None]) -> dict[str, str]:
     """Returns the packages, with their installed versions, that an image lacks for requirements.
 
-    What each package requires is read from its installed metadata.
-
     Raises:
         SystemExit: the image has a package in a version that a requirement does not admit. Another
             version in front of it could break the image's other packages.
     """
-    found: dict[str, str] = {}
-    seen: set[str] = set()
+    found, seen = dict[str, str](), set[str]()
     waiting = [(Requirement(r), "") for r in requirements]
     while waiting:
         requirement, extra = waiting.pop()

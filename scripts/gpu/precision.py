@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from check import Cases, Figures, Setting
-from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_cli.generation.embedded.generator import TransformersGenerator
@@ -27,7 +26,7 @@ from grpo_cli.records import Completion, Prompt, Rollout
 TIMES, FLOOR = 3.0, 1e-6
 DECODING_ERROR = {"float32": 1e-3, "bfloat16": 0.1}  # mean difference of log-probabilities, nats
 PRECISIONS = ("float32", "bfloat16")
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "packed, logits in chunks": {"packed": True, "chunked": True},
     "packed, logits whole": {"packed": True, "chunked": False},
     "padded, logits in chunks": {"packed": False, "chunked": True},
@@ -45,19 +44,17 @@ def cases(stage: str, setting: Setting) -> Cases:
     for precision in PRECISIONS:
         dtype = getattr(torch, precision)
         for name, mode in MODES.items():
-            quick[f"logprobs, {name}, {precision}"] = partial(
-                logprob_error, setting, mode, precision
-            )
+            call = partial(logprob_error, setting, mode, precision)
+            quick[f"logprobs, {name}, {precision}"] = call
         for dim in (64, 128):
             needs = Needs(torch.device(setting.device), dtype, dim, heads=4, key_heads=2)
             for kernel in dict.fromkeys(r.name for r in TABLE if r.fits(needs)):
                 name = f"attention by {kernel}, heads of {dim}, {precision}"
                 calls = compiled if kernel == "flex" else quick
                 calls[name] = partial(attention_error, setting, kernel, dim, dtype)
-        backend = "eager" if setting.dry else "inductor"
-        compiled[f"logprobs, packed, compiled, {precision}"] = partial(
-            logprob_error, setting, {"packed": True, "compile_backend": backend}, precision
-        )
+        mode = {"packed": True, "compile_backend": "eager" if setting.dry else "inductor"}
+        call = partial(logprob_error, setting, mode, precision)
+        compiled[f"logprobs, packed, compiled, {precision}"] = call
     return {**quick, **compiled}
 
 
@@ -77,10 +74,7 @@ def random_model(setting: Setting) -> PreTrainedModel:
 
 
 def random_rollouts(setting: Setting) -> list[Rollout]:
-    """Returns rollouts of random tokens, of a quarter of the length to the length.
-
-    An eighth of the length is the prompt. Advantages are 1 and -1 in turn.
-    """
+    """Returns rollouts of random tokens and lengths, with advantages 1 and -1 in turn."""
     length, groups = (48, 2) if setting.dry else (384, 4)
     draws, words = random.Random(0), range(random_model(setting).config.vocab_size)
     found = []
@@ -124,16 +118,14 @@ def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Fig
     mode = {"autocast": half(setting)} | mode if precision == "bfloat16" else mode
     own = PolicyLogprobs(model, say=notes.append, **mode)
     own.check(rollouts, 1.0)
-    plain = PolicyLogprobs(simplest, **{**mode, "packed": False, "chunked": False,
-                                        "compile_backend": None})  # fmt: skip
+    least_of = {**mode, "packed": False, "chunked": False, "compile_backend": None}
+    plain = PolicyLogprobs(simplest, **least_of)
     exact = PolicyLogprobs(precise.double(), packed=False, chunked=False)
     mine, simple, right = (outcome(p, rollouts) for p in (own, plain, exact))
     largest, mean, error = mine.errors(right)
     _, least, least_error = simple.errors(right)
-    figures = {
-        "mean": mean, "max": largest, "gradient": error,
-        "mean, simplest mode": least, "gradient, simplest mode": least_error,
-    }  # fmt: skip
+    figures = {"mean": mean, "max": largest, "gradient": error, "mean, simplest mode": least}
+    figures["gradient, simplest mode"] = least_error
     if notes:
         return figures | {"status": "wrong", "error": notes[0]}
     excess = max(mean / (TIMES * least + FLOOR), error / (TIMES * least_error + FLOOR))
@@ -155,8 +147,9 @@ def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> Outcome
 def decoding(setting: Setting, precision: str, way: str) -> Figures:
     """Compares what the embedded engine reports while it samples with the float64 model."""
     generator, rollouts, notes = sampled(setting, precision, way)
+    precise = copy.deepcopy(generator.policy).double()
     with torch.no_grad():
-        right = exact_logprobs(generator.policy, rollouts)
+        right = PolicyLogprobs(precise, packed=False, chunked=False)(rollouts, 1.0)[0]  # [B, C]
     reported = torch.tensor([r.completion.sampling_logprobs for r in rollouts])
     apart = (reported.double() - right.cpu()).abs()
     figures = {"mean": apart.mean().item(), "max": apart.max().item()}
@@ -172,11 +165,8 @@ def graphs_against_steps(setting: Setting) -> Figures:
     )
     pairs = [(a.completion, b.completion) for a, b in zip(replayed, stepped, strict=True)]
     same = [(a, b) for a, b in pairs if a.ids == b.ids]
-    apart = [
-        abs(p - q)
-        for a, b in same
-        for p, q in zip(a.sampling_logprobs, b.sampling_logprobs, strict=True)
-    ]
+    gaps = (torch.tensor([a.sampling_logprobs, b.sampling_logprobs]).diff(dim=0) for a, b in same)
+    apart = [gap.abs().max().item() for gap in gaps]
     figures = {"same completions": len(same) / len(pairs), "max": max(apart, default=0.0)}
     if notes:
         return figures | {"status": "wrong", "error": notes[0]}
@@ -193,24 +183,16 @@ def sampled(
     model = random_model(setting)
     how: dict[str, Any] = {} if precision == "float32" else {"autocast": half(setting)}
     notes: list[str] = []
-    generator = TransformersGenerator(
-        model, [], say=notes.append, cuda_graphs=way == "graphs", **how
-    )
-    if setting.dry and way == "graphs":
+    graphs = way == "graphs"
+    generator = TransformersGenerator(model, [], say=notes.append, cuda_graphs=graphs, **how)
+    if setting.dry and graphs:
         generator.graphs = FallbackGraphs(CudaGraphs(), notes.append, has_failed=True)
-    draws = random.Random(0)
-    words = range(model.config.vocab_size)
+    draws, words = random.Random(0), range(model.config.vocab_size)
     prompts = [Prompt(n, draws.choices(words, k=9 + 7 * n), "", {}) for n in range(4)]
     tokens = 12 if setting.dry else 100
     groups = generator.generate(prompts, 4, Sampling(max_tokens=tokens), [*range(4)])
     rollouts = [Rollout(p, c, "") for p, g in zip(prompts, groups, strict=True) for c in g]
     return generator, rollouts, notes
-
-
-def exact_logprobs(model: PreTrainedModel, rollouts: list[Rollout]) -> Tensor:
-    """Computes log-probabilities [B, C] in float64, padded and with complete logits."""
-    exact = PolicyLogprobs(copy.deepcopy(model).double(), packed=False, chunked=False)
-    return exact(rollouts, 1.0)[0]
 
 
 def verdict(error: float, limit: float) -> Figures:

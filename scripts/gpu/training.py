@@ -21,19 +21,18 @@ TINY = (  # of the dry run
 
 def cases(stage: str, setting: Setting) -> Cases:
     """Returns the cases of a stage."""
-    stages: dict[str, Cases] = {
-        "tests": {"pytest -m gpu": partial(run_tests, setting)},
-        "demo": {"grpo train mixed_precision=bf16": partial(demo, setting)},
-        "speed": {"tail, beside model.generate": partial(speed, setting, "tail")},
-        "resume": {"the second half of the demo again": partial(resume, setting)},
-    }
-    return stages[stage]
+    name, run = {
+        "tests": ("pytest -m gpu", run_tests),
+        "demo": ("grpo train mixed_precision=bf16", demo),
+        "speed": ("tail, beside model.generate", speed),
+        "resume": ("the second half of the demo again", resume),
+    }[stage]
+    return {name: partial(run, setting)}
 
 
 def run_tests(setting: Setting) -> Figures:
     """Runs the tests marked `gpu`, or only collects them; returns pytest's counts."""
-    # To import the files without such tests would take long.
-    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = sorted((ROOT / "tests").rglob("test_*.py"))  # to import all of them would take long
     files = [str(path) for path in found if MARK in path.read_text(encoding="utf-8")]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files]
     command += ["--collect-only"] if setting.dry else ["--durations=5", "--tb=short"]
@@ -63,17 +62,15 @@ def demo(setting: Setting) -> Figures:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     last = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     return {
-        "steps": last["step"],
-        "accuracy before": summary["before"]["accuracy"],
-        "after": summary["after"]["accuracy"],
-        "seconds": summary["seconds"],
-        "s a step": last["step_time"],
-        "tokens/s": last["tokens_per_second"],
-    }
+        "steps": last["step"], "accuracy before": summary["before"]["accuracy"],
+        "after": summary["after"]["accuracy"], "seconds": summary["seconds"],
+        "s a step": last["step_time"], "tokens/s": last["tokens_per_second"],
+    }  # fmt: skip
 
 
-def speed(setting: Setting, workload: str) -> Figures:
+def speed(setting: Setting) -> Figures:
     """Returns the medians of a workload of scripts/bench.py, in bfloat16."""
+    workload = "tail"
     path = setting.scratch / "bench.json"
     command = [sys.executable, "scripts/bench.py", f"--workloads={workload}", f"--json={path}"]
     command += ["--sides=ours,generate", "--rounds=1", "--steps=1"]
@@ -107,6 +104,6 @@ def resume(setting: Setting) -> Figures:
     apart = max((one[name].double() - other[name].double()).abs().max().item() for name in one)
     largest = max(weight.double().abs().max().item() for weight in one.values())
     is_right = apart == 0 if setting.dry else apart < 0.02 * largest
-    return {"largest difference": apart, "equal bits": apart == 0} | (
-        {} if is_right else {"status": "wrong", "error": "the resumed run ends elsewhere"}
-    )
+    figures: Figures = {"largest difference": apart, "equal bits": apart == 0}
+    wrong = {"status": "wrong", "error": "the resumed run ends elsewhere"}
+    return figures if is_right else figures | wrong

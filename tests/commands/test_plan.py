@@ -35,11 +35,10 @@ def folder_of(path: Path, **sizes: Any) -> Path:
 
 
 def test_a_listed_gpu(plan: Any) -> None:
-    code, out, err = plan("gpu=h100-80gb", "mean_tokens=3")
+    code, out, err = plan("gpu=h100-80gb")
     assert (code, err) == (0, "")
     assert out.startswith("arithmetic_tiny: 1.02 M parameters on h100-80gb")
-    assert "prompts of 6 tokens x 4 completions of 3 tokens" in out, "tokens of the shipped rows"
-    assert "240 steps" in out
+    assert "prompts of 6 tokens x 4 completions of up to" in out, "tokens of the shipped rows"
 
 
 def test_a_folder_with_a_config_only(plan: Any, tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_a_folder_with_a_config_only(plan: Any, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["gpu=h100"], "gpu = h100: is not listed"),
-        (["gpu=l4", "mean_tokens=0"], "mean_tokens = 0"),
+        (["gpu=l4", "prompt_tokens=0"], "prompt_tokens = 0"),
         (["gpu=l4", "loss.bta=1"], "loss.bta"),
         (["gpu=l4", "stepz=1"], "stepz: there is no such word"),
         (["gpu=l4", "model.build=null", "model.path=no/model"], "its config.json"),

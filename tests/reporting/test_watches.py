@@ -1,10 +1,10 @@
-from grpo_cli.reporting.watches import Level, Rule, Shift, State, Watch, measured
+from grpo_cli.reporting.watches import Level, Rule, Shift, State, Watch
 from tests.tables import table
 
 
 def episodes(rule: Rule, values: list[float | None]) -> list[int]:
     """The indices at which an episode begins."""
-    watch, state = Watch("x", rule, measured("x")), State()
+    watch, state = Watch("x", rule, "x"), State()
     steps = ({} if value is None else {"x": value} for value in values)
     return [i for i, metrics in enumerate(steps) if watch.follow(state, metrics) is not None]
 

@@ -37,11 +37,11 @@ def test_a_version_of_the_image_that_we_do_not_admit_is_named() -> None:
         pack.lacking(["torch>=2.11"], image)
 
 
-def test_table_has_a_column_for_each_figure_and_a_line_for_each_error() -> None:
+def test_table_has_a_column_for_each_figure_and_a_line_for_each_error(tmp_path: Path) -> None:
     rows = [
-        check.row("speed", "a", "ok", "", 1.0, {"tokens/s": 12345.6, "GiB": 0.51234}),
-        check.row("speed", "b", "failed", "OutOfMemoryError: no", 1.0),
-        check.row("tests", "c", "ok", "", 1.0, {"passed": 1234}),
+        check.add(tmp_path, "speed", "a", "ok", "", 1.0, {"tokens/s": 12345.6, "GiB": 0.51234}),
+        check.add(tmp_path, "speed", "b", "failed", "OutOfMemoryError: no", 1.0),
+        check.add(tmp_path, "tests", "c", "ok", "", 1.0, {"passed": 1234}),
     ]
     assert check.table({"gpu": "H100", "cores": 16}, rows) == (
         "gpu H100, cores 16\n\n"

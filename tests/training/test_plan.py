@@ -11,8 +11,8 @@ from tests.training.test_train import recipe
 
 pytestmark = pytest.mark.runs
 KEYS = {
-    "memory", "peak", "peak_stage", "time", "step_seconds", "run_seconds", "tokens_per_step",
-    "tokens_per_micro_batch", "completion_tokens",
+    "memory", "peak", "peak_stage", "tokens_per_step", "tokens_per_micro_batch",
+    "completion_tokens",
 }  # fmt: skip
 
 
@@ -30,8 +30,6 @@ def test_plan_of_a_run(tmp_path: Path) -> None:
     assert {*predicted} >= KEYS
     assert measured["peak"] == max(measured["memory"].values())
     assert measured["steps_measured"] == 3, "the first step does not count"
-    for stage in ("generate", "forward_backward", "optimizer"):
-        assert measured["time"][stage] > 0
-        assert predicted["time"][stage] > 0
+    assert {"generate", "forward_backward", "optimizer"} <= {*measured["memory"]}
     assert predicted["completion_tokens"] == measured["completion_tokens"]
     assert measured["tokens_per_step"] == pytest.approx(predicted["tokens_per_step"], rel=0.1)

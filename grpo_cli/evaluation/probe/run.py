@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
+from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,15 +26,8 @@ from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.evaluation.estimates import quantile
-from grpo_cli.evaluation.probe.signal import SIZES, pass_rate, signal_share, without_signal
-from grpo_cli.evaluation.probe.verdict import (
-    Example,
-    Measured,
-    Mismatch,
-    RewardStats,
-    Verdict,
-    judge,
-)
+from grpo_cli.evaluation.probe.signal import SIZES, over_prompts, signal_share, without_signal
+from grpo_cli.evaluation.probe.verdict import Measured, Mismatch, RewardStats, Verdict, judge
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.attention import UnsupportedModelError
@@ -43,7 +36,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt, Rollout
 from grpo_cli.scoring.registry import TrainerState
-from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
+from grpo_cli.scoring.scorer import Scorer, metrics_of
 
 STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
 COMPARED = 32  # completions whose log-probabilities the trainer recomputes
@@ -103,51 +96,35 @@ def run_probe(
     Raises:
         TrainingError: the engine, a sandbox or the event loop of a reward failed.
     """
-    recipe = at_step(parts.recipe, 0)[0]
-    chosen = choose_prompts(recipe, parts.stream, prompts)
-    with heartbeat.inside("probe"):
-        groups, session = sample_and_score(parts, recipe, chosen, samples, progress)
-        gathered = parts.workers.gather((groups, session.errors))
-        counts = metrics_of([session], parts.workers)
-        every = [group for part, _ in gathered for group in part]
-        every.sort(key=lambda g: g.prompt_index)
-        mismatch = find_mismatch(parts, recipe, spread(every, COMPARED))
-    errors = {name: text for _, own in reversed(gathered) for name, text in own.items()}
-    measured = measure(recipe, every, samples, counts, errors, mismatch)
-    return ProbeResult(measured, judge(recipe, measured), every)
-
-
-def sample_and_score(
-    parts: ProbeParts,
-    recipe: Recipe,
-    prompts: Sequence[tuple[int, Prompt]],
-    samples: int,
-    progress: Callable[[int, str], None],
-) -> tuple[list[Group], ScoringSession]:
-    """Returns this process's scored groups, and the session that has scored them."""
-    workers, groups = parts.workers, list[Group]()
+    recipe, workers = at_step(parts.recipe, 0)[0], parts.workers
+    chosen, own = choose_prompts(recipe, parts.stream, prompts), list[Group]()
     session = parts.scorer.begin(parts.state)
     # An error is a finding: it does not end the probe, whatever the recipe says.
-    session.rewards = {
-        name: dataclasses.replace(reward, on_error="count")
-        for name, reward in session.rewards.items()
-    }
+    session.rewards = {name: replace(r, on_error="count") for name, r in session.rewards.items()}
     rollouter = Rollouter(parts.generator, parts.tokenizer, parts.episodes)
-    own = prompts[workers.rank :: workers.size]
     sampling, seed = Sampling.of(recipe.generation), derive_seed(recipe.seed, STREAM)
-    with rollouter.groups(own, samples, sampling, seed) as sampled:
-        for group in sampled:
-            groups.append(group)
-            progress(min(len(groups) * workers.size, len(prompts)), "prompts completed")
-            session.add(group.rollouts)
-    groups.sort(key=lambda group: group.prompt_index)
-    rollouts = [r for g in groups for r in g.rollouts]
-    with workers.raise_together():
-        session.finish(rollouts, parts.tokenizer)
-    level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
-    for r in rollouts:
-        r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
-    return groups, session
+    with heartbeat.inside("probe"):
+        shard = chosen[workers.rank :: workers.size]
+        with rollouter.groups(shard, samples, sampling, seed) as sampled:
+            for group in sampled:
+                own.append(group)
+                progress(min(len(own) * workers.size, len(chosen)), "prompts completed")
+                session.add(group.rollouts)
+        own.sort(key=lambda group: group.prompt_index)
+        rollouts = [r for g in own for r in g.rollouts]
+        with workers.raise_together():
+            session.finish(rollouts, parts.tokenizer)
+        level_rewards(own, {name: reward.weight for name, reward in recipe.reward.items()})
+        for r in rollouts:
+            r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
+        gathered = workers.gather((own, session.errors))
+        counts = metrics_of([session], workers)
+        groups = [group for part, _ in gathered for group in part]
+        groups.sort(key=lambda g: g.prompt_index)
+        mismatch = find_mismatch(parts, recipe, groups)
+    errors = {name: text for _, found in reversed(gathered) for name, text in found.items()}
+    measured = measure(recipe, groups, samples, counts, errors, mismatch)
+    return ProbeResult(measured, judge(recipe, measured), groups)
 
 
 def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tuple[int, Prompt]]:
@@ -168,22 +145,16 @@ def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tu
     return list(found.values())
 
 
-def spread(groups: Sequence[Group], number: int) -> list[Rollout]:
-    """Returns rollouts spread over the groups: the first of each, then the second of each."""
-    by_sample = zip(*(g.rollouts for g in groups), strict=True)
-    return list(islice(chain.from_iterable(by_sample), number))
-
-
-def find_mismatch(
-    parts: ProbeParts, recipe: Recipe, rollouts: Sequence[Rollout]
-) -> Mismatch | None:
+def find_mismatch(parts: ProbeParts, recipe: Recipe, groups: Sequence[Group]) -> Mismatch | None:
     """Returns |trainer's - sampler's log-probability| of the sampled tokens; None without any.
 
     Every process computes the same rollouts, one at a time, so that sharded models run in lockstep.
     """
     logprobs, temperature = parts.logprobs, recipe.generation.temperature
+    # The first rollout of each group, then the second of each.
+    by_sample = chain.from_iterable(zip(*(g.rollouts for g in groups), strict=True))
     gaps: list[float] = []
-    if reported := [r for r in rollouts if r.completion.ids]:
+    if reported := [r for r in islice(by_sample, COMPARED) if r.completion.ids]:
         logprobs.check(reported, temperature)
     with inference(logprobs.model):
         for r in reported:
@@ -197,7 +168,7 @@ def find_mismatch(
             gaps += gap[gap.isfinite()].tolist()
     gaps = parts.workers.gather(gaps)[0]  # of one process, so that all reach the same verdict
     rounding = parts.workers.max(logprobs.rounding)
-    return Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps), rounding) if gaps else None
+    return Mismatch(fmean(gaps), max(gaps), len(gaps), rounding) if gaps else None
 
 
 def measure(
@@ -214,86 +185,66 @@ def measure(
         counts: metrics of the scoring session, such as rewards/NAME/errors.
         errors: the first error by reward.
     """
-    right = recipe.accuracies[0]
     rollouts = [r for g in groups for r in g.rollouts]
-    is_graded = not {*_values(rollouts, right)} <= {0.0, 1.0}
+    completions = [r.completion for r in rollouts]
+    rewards = {}
+    for name in recipe.reward:
+        values = reward_values(rollouts, name)
+        rewards[name] = RewardStats(
+            mean=fmean(values) if values else None,
+            none=len(rollouts) - len(values),
+            errors=int(counts.get(f"rewards/{name}/errors", 0)),
+            timeouts=int(counts.get(f"rewards/{name}/timeouts", 0)),
+            error=errors.get(name),
+            constant=values[0] if len({*values}) == 1 else None,
+            seconds=counts.get(f"time/rewards/{name}", 0.0) / len(rollouts),
+        )
+    right = recipe.accuracies[0]
+    is_graded = not {*reward_values(rollouts, right)} <= {0.0, 1.0}
+    rates, number = list[tuple[int, float]](), 0
+    for g in groups:
+        scored = [r.reward for r in g.rollouts if r.is_scored]
+        if own := scored if is_graded else reward_values(g.rollouts, right):
+            rates.append((g.prompt.row, fmean(own)))
+            number += len(own)
+    total = [r.reward for r in rollouts if r.is_scored]
     prompts = [
         ([signal_key(recipe, r) for r in g.rollouts], [r.excluded for r in g.rollouts])
         for g in groups
     ]
-    total = [r.reward for r in rollouts if r.is_scored]
-    judged: list[tuple[int, list[float]]] = []  # (row, values that are 1 if right), or rewards
-    for g in groups:
-        own = [r.reward for r in g.rollouts if r.is_scored]
-        judged.append((g.prompt.row, own if is_graded else _values(g.rollouts, right)))
-    judged = [(row, own) for row, own in judged if own]
-    lengths = sorted(r.completion.sampled_tokens for r in rollouts)
-    failed = [r.completion for r in rollouts if r.completion.environment_failed]
+    sizes = {n for n in SIZES if n <= samples} | {min(recipe.generation.num_generations, samples)}
+    lengths = sorted(c.sampled_tokens for c in completions)
+    failed = [c for c in completions if c.environment_failed]
     step = max(1, len(groups) // EXAMPLES)
-    stops = Counter(r.completion.stop_reason for r in rollouts if r.completion.stop_reason)
+    stops = Counter(c.stop_reason for c in completions if c.stop_reason)
     return Measured(
         prompts=len(groups),
         samples=samples,
         completions=len(rollouts),
         num_generations=recipe.generation.num_generations,
         right=right,
-        is_graded=is_graded,
-        pass_rate=pass_rate([own for _, own in judged]) if judged and not is_graded else None,
-        reward_mean=_mean(total),
-        rates=[(row, math.fsum(own) / len(own)) for row, own in judged],
-        signal=[signal_share(prompts, n) for n in SIZES if n <= samples],
-        own_signal=signal_share(prompts, min(recipe.generation.num_generations, samples)),
+        pass_rate=over_prompts([r for _, r in rates], number) if rates and not is_graded else None,
+        reward_mean=fmean(total) if total else None,
+        rates=rates,
+        signal={n: signal_share(prompts, n) for n in sorted(sizes)},
         differing=sum(without_signal(*own, samples) < 1 for own in prompts),
         is_constant=len({key for keys, _ in prompts for key in keys}) == 1,
-        identical=_share(len({tuple(r.completion.ids) for r in g.rollouts}) == 1 for g in groups),
-        excluded=_share(r.excluded for r in rollouts),
-        truncated=_share(r.completion.finish_reason == "length" for r in rollouts),
+        identical=fmean(len({tuple(r.completion.ids) for r in g.rollouts}) == 1 for g in groups),
+        truncated=fmean(c.finish_reason == "length" for c in completions),
         stop_reasons={name: n / stops.total() for name, n in stops.most_common()},
         failed_environments=len(failed) / len(rollouts),
         environment_error=(failed[-1].env_error or failed[-1].stop_reason) if failed else None,
         lengths={f"p{100 * q:g}": float(quantile(lengths, q)) for q in LENGTHS}
         | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
-        rewards={
-            name: _stats(recipe, rollouts, name, counts, errors.get(name)) for name in recipe.reward
-        },
+        rewards=rewards,
         mismatch=mismatch,
-        examples=[_example(g.rollouts[0]) for g in groups[::step][:EXAMPLES]],
+        examples=[example(g.rollouts[0]) for g in groups[::step][:EXAMPLES]],
     )
 
 
-def _values(rollouts: Iterable[Rollout], name: str) -> list[float]:
+def reward_values(rollouts: Iterable[Rollout], name: str) -> list[float]:
     """Returns the values of a reward function where it applies."""
     return [v for r in rollouts if (v := r.reward_parts[name]) is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
-
-
-def _share(flags: Iterable[bool]) -> float:
-    found = [*flags]
-    return sum(found) / len(found)
-
-
-def _stats(
-    recipe: Recipe,
-    rollouts: Sequence[Rollout],
-    name: str,
-    counts: Mapping[str, float],
-    error: str | None,
-) -> RewardStats:
-    values = _values(rollouts, name)
-    return RewardStats(
-        weight=recipe.reward[name].weight,
-        mean=_mean(values),
-        none=len(rollouts) - len(values),
-        errors=int(counts.get(f"rewards/{name}/errors", 0)),
-        timeouts=int(counts.get(f"rewards/{name}/timeouts", 0)),
-        error=error,
-        on_error=recipe.reward[name].on_error,
-        constant=values[0] if len({*values}) == 1 else None,
-        seconds=counts.get(f"time/rewards/{name}", 0.0) / len(rollouts),
-    )
 
 
 def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
@@ -312,12 +263,13 @@ def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
     return rollout.outcome_reward, steps
 
 
-def _example(rollout: Rollout) -> Example:
-    prompt, text = rollout.prompt, rollout.text
-    asked = prompt.text if isinstance(prompt.text, str) else str(prompt.text[-1]["content"])
-    return Example(
-        row=prompt.row,
-        prompt=asked if len(asked) <= SHOWN else "…" + asked[-SHOWN + 1 :],
-        completion=text if len(text) <= SHOWN else text[: SHOWN - 1] + "…",
-        rewards=dict(rollout.reward_parts),
-    )
+def example(rollout: Rollout) -> dict[str, Any]:
+    """Returns a rollout as it is shown in a verdict."""
+    asked, text = rollout.prompt.text, rollout.text
+    asked = asked if isinstance(asked, str) else str(asked[-1]["content"])
+    return {
+        "row": rollout.prompt.row,
+        "prompt": asked if len(asked) <= SHOWN else "…" + asked[-SHOWN + 1 :],
+        "completion": text if len(text) <= SHOWN else text[: SHOWN - 1] + "…",
+        "rewards": dict(rollout.reward_parts),
+    }

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 
 from grpo_cli.evaluation.estimates import Estimate, estimate, student_95
 
@@ -54,30 +53,14 @@ def _equal(counts: Iterable[int], none: int, size: int) -> int:
     return sum(math.comb(c + none, size) - joined for c in counts) + joined
 
 
-@dataclass(frozen=True)
-class SignalShare:
-    """The share of groups of one size whose rewards differ, with a 95% interval."""
-
-    size: int
-    share: float
-    low: float
-    high: float
-
-
-def signal_share(prompts: Sequence[Completions], size: int) -> SignalShare:
+def signal_share(prompts: Sequence[Completions], size: int) -> Estimate:
     """Estimates the share of groups of `size` completions whose rewards differ, without bias.
 
     Args:
         prompts: rewards and excluded completions of each prompt, as in `without_signal`.
     """
     shares = [1 - without_signal(*completions, size) for completions in prompts]
-    found = over_prompts(shares, sum(len(rewards) for rewards, _ in prompts))
-    return SignalShare(size, found.value, found.low, found.high)
-
-
-def pass_rate(rights: Sequence[Sequence[float]]) -> Estimate:
-    """Returns the share of right (1) completions, with an interval clustered by prompt."""
-    return over_prompts([sum(own) / len(own) for own in rights], sum(map(len, rights)))
+    return over_prompts(shares, sum(len(rewards) for rewards, _ in prompts))
 
 
 def over_prompts(values: Sequence[float], completions: int) -> Estimate:

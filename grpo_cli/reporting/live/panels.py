@@ -10,6 +10,7 @@ from itertools import chain, islice
 from rich.console import Console
 from rich.text import Text
 
+from grpo_cli.checkpoints.manifest import in_words
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
@@ -77,7 +78,11 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     """Draws a bar of the complete steps, with the time per step and the time left."""
     steps, times = run.steps, run.values("step_time")
     said = f"step {run.step:,}" + (f" of {steps:,}" if steps else "")
-    more = f" · {step_seconds(times)} a step" if times else ""
+    more = ""
+    if recent := times[-figures.RECENT :]:
+        mean = math.fsum(recent) / len(recent)
+        more = f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
+        more = f" · {more} a step"
     left = figures.seconds_left(run)
     if health.is_live and left is not None and run.step < (steps or 0):
         more += f" · {duration(left)} left"
@@ -89,13 +94,6 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     full = round(done * room)
     bar = ("━" * full, "green"), ("─" * (room - full), "dim")
     return Text.assemble(said, " ", *bar, share, more)
-
-
-def step_seconds(times: Sequence[float]) -> str:
-    """Returns the mean seconds of the newest steps."""
-    recent = times[-figures.RECENT :]
-    mean = math.fsum(recent) / len(recent)
-    return f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
 
 
 def alarms(run: Followed) -> list[Text]:
@@ -169,19 +167,13 @@ def _memory(run: Followed) -> Iterator[str]:
     """Yields the memory of the process, and its checkpoints."""
     memory = (run.status or {}).get("memory") or {}
     if "cuda_reserved" in memory:
-        peak = f", peak {size(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
-        yield f"GPU {size(memory['cuda_reserved'])}{peak}"
-    yield f"memory {size(memory['rss']) if 'rss' in memory else 'not recorded'}"
+        peak = f", peak {in_words(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
+        yield f"GPU {in_words(memory['cuda_reserved'])}{peak}"
+    yield f"memory {in_words(memory['rss']) if 'rss' in memory else 'not recorded'}"
     steps = run.checkpoints
     listed = ", ".join(map(str, steps[-3:]))
     more = f" of {len(steps)}" if len(steps) > 3 else ""
     yield f"checkpoints{more}: {listed}" if steps else "no checkpoint yet"
-
-
-def size(number_of_bytes: float) -> str:
-    """Returns bytes as GB or MB (powers of ten)."""
-    gigabytes = number_of_bytes / 1e9
-    return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.0f} MB"
 
 
 def view(run: Followed, console: Console, height: int | None = None) -> list[Text]:
@@ -199,7 +191,9 @@ def view(run: Followed, console: Console, height: int | None = None) -> list[Tex
     ]
     lines = [row for panel in panels if panel for row in panel.split("\n", allow_blank=True)]
     if not run.samples:
-        return [*lines, Text(""), note(run)]
+        every = (run.recipe.get("log") or {}).get("completions_every")
+        said = "are stored: log.completions_every = 0" if every == 0 else "yet"
+        return [*lines, Text(""), Text(f"no completions {said}", style="dim")]
     shown = [[Text(""), *completion(sample)] for sample in run.samples]
     if height is None:
         return lines + list(chain.from_iterable(shown))
@@ -213,11 +207,3 @@ def view(run: Followed, console: Console, height: int | None = None) -> list[Tex
 def completion(sample: Sample) -> list[Text]:
     """Returns the lines of a completion: its heading, the end of its prompt, and its text."""
     return [Text(printable(head(sample)), style="bold"), *body(sample, PROMPT_CHARACTERS)]
-
-
-def note(run: Followed) -> Text:
-    """Returns the reason why there are no completions to show."""
-    every = (run.recipe.get("log") or {}).get("completions_every")
-    if every == 0:
-        return Text("no completions are stored: log.completions_every = 0", style="dim")
-    return Text("no completions yet", style="dim")

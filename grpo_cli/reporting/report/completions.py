@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ EPISODE = ("messages", "turns", "stop_reason", "env_rewards", "env_metrics", "en
 # Steps in which values of tokens are rounded, to store them as two bytes each.
 LOGPROB_STEP = 0.01
 ADVANTAGE_STEP = 0.001
+SHARED = ("characters", "tokens", "image_bytes")  # limits that the runs of a report share
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,9 @@ class Limits:
     image_bytes: int = 1_500_000
 
     def divided(self, runs: int, completions: int) -> Limits:
-        """Returns the limits for each of several runs in one report.
-
-        Args:
-            completions: the most completions of all runs.
-        """
-        return Limits(
-            completions // runs,
-            self.characters // runs,
-            self.text,
-            self.tokens // runs,
-            self.image_bytes // runs,
-        )
+        """Returns the limits of each of several runs in a report of `completions` in all."""
+        shares = {name: getattr(self, name) // runs for name in SHARED}
+        return replace(self, completions=completions // runs, **shares)
 
 
 @dataclass
@@ -78,8 +70,13 @@ def read(run: RunFolder, limits: Limits) -> Completions:
     Raises:
         UserError: a file is damaged.
     """
+    import pyarrow.parquet
+
     files = {step: run.completions(step) for step in run.steps_with_completions()}
-    counts = {step: number_of_rows(path) for step, path in files.items()}
+    counts = {}
+    for step, path in files.items():
+        with readable(path):
+            counts[step] = pyarrow.parquet.read_metadata(path).num_rows
     chosen = chosen_steps(counts, limits.completions)
     pictures = Pictures(limits.image_bytes)
     rows = [row for step, most in chosen.items() for row in read_rows(files[step], most)]
@@ -125,15 +122,6 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}.") from error
-
-
-def number_of_rows(path: Path) -> int:
-    """Returns the number of completions in a file, from its footer."""
-    import pyarrow.parquet
-
-    with readable(path):
-        number: int = pyarrow.parquet.read_metadata(path).num_rows
-    return number
 
 
 def read_rows(path: Path, most: int) -> list[dict[str, Any]]:

@@ -18,18 +18,18 @@ def columns(metrics: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> di
     them. Missing values do not count.
     """
     names = dict.fromkeys(key for line in metrics for key in line if key != "step")
+
+    def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+        values = [v for line in lines if isinstance(v := line.get(name), int | float)]
+        return rounded(sum(values) / len(values)) if values else None
+
     every = max(1, math.ceil(len(metrics) / most))
     parts = [metrics[i : i + every] for i in range(0, len(metrics), every)]
     return {
         "steps": [part[-1]["step"] for part in parts],
         "every": every,
-        "columns": {name: [_mean(part, name) for part in parts] for name in names},
+        "columns": {name: [mean(part, name) for part in parts] for name in names},
     }
-
-
-def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [v for line in lines if isinstance(v := line.get(name), int | float)]
-    return rounded(sum(values) / len(values)) if values else None
 
 
 def rounded(value: float, digits: int = 5) -> float | None:

@@ -71,8 +71,8 @@ def test_known_pass_rates(tmp_path: Path) -> None:
     rates = [rate for _, rate in m.rates]
     assert rates.count(0.0) == rates.count(1.0) == 16
     assert m.differing == 32
-    for share in m.signal:
-        truth = 0.5 * (1 - 2 * 0.5**share.size)
+    for size, share in m.signal.items():
+        truth = 0.5 * (1 - 2 * 0.5**size)
         assert share.low <= truth <= share.high, share
     assert m.truncated == 1.0
     assert m.mismatch is not None
@@ -90,8 +90,8 @@ def test_nothing_to_learn(tmp_path: Path) -> None:
     assert result.measured.pass_rate is not None
     assert result.measured.pass_rate.value == rate
     assert not result.verdict.can_learn
-    assert result.measured.signal[2].share == 0.0
-    assert result.measured.examples[0].rewards == {"digit": rate}
+    assert result.measured.signal[2].value == 0.0
+    assert result.measured.examples[0]["rewards"] == {"digit": rate}
 
 
 def test_a_reward_that_raises_is_a_finding(tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def test_by_hand() -> None:
     assert m.pass_rate is not None
     assert m.pass_rate.value == 3 / 8
     assert m.rates == [(0, 0.75), (1, 0.0)]
-    assert m.own_signal.share == 0.25, "3 of the 6 pairs of the first prompt"
+    assert m.signal[2].value == 0.25, "3 of the 6 pairs of the first prompt"
     assert (m.differing, m.is_constant, m.identical) == (1, False, 0.5)
     assert m.truncated == 1 / 8
     assert (m.lengths["p50"], m.lengths["max"], m.lengths["mean"]) == (2.0, 2.0, 15 / 8)
     right, form = m.rewards["right"], m.rewards["form"]
     assert (right.mean, right.constant, right.timeouts, right.seconds) == (3 / 8, None, 2, 0.5)
-    assert (form.constant, form.weight) == (1.0, 0.5)
-    assert m.examples[0].rewards == {"right": 1.0, "form": 1.0}
+    assert form.constant == 1.0
+    assert m.examples[0]["rewards"] == {"right": 1.0, "form": 1.0}
 
 
 def test_a_completion_without_a_value() -> None:
@@ -75,7 +75,7 @@ def test_a_completion_without_a_value() -> None:
     m = measured(groups, samples=2)
     assert m.rewards["right"].none == 1
     assert m.rates == [(0, 0.0)]
-    assert m.own_signal.share == 0.0, "one reward is there and the other is not"
+    assert m.signal[2].value == 0.0, "one reward is there and the other is not"
 
 
 def test_what_has_to_differ() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_cli.evaluation.probe.signal import (
     degrees_of_freedom,
-    pass_rate,
+    over_prompts,
     signal_share,
     without_signal,
 )
@@ -70,7 +70,7 @@ def test_by_hand() -> None:
     assert share([1, 0, 0, 0], 4) == 0.0
     assert share([0, 0, 0, 0], 2) == 1.0
     none = [False] * 4
-    assert signal_share([([1, 0, 0, 0], none), ([0, 0, 0, 0], none)], 2).share == 0.25
+    assert signal_share([([1, 0, 0, 0], none), ([0, 0, 0, 0], none)], 2).value == 0.25
     # Two of each of three values: of the 15 pairs 3 are equal.
     assert share([0, 0, 0.5, 0.5, 1, 1], 2) == pytest.approx(3 / 15)
     # Without a reward: of the pairs of (1, 0, none) only the first has a signal.
@@ -112,13 +112,13 @@ def test_the_intervals_cover_the_truth(name: str) -> None:
     total = dict.fromkeys((2, 8, 16), 0.0)
     for seed in range(PROBES):
         rewards = simulated(name, seed)
-        rate = pass_rate([[reward == 1 for reward in own] for own in rewards])
+        rate = over_prompts([sum(own) / SAMPLES for own in rewards], PROMPTS * SAMPLES)
         covered["rate"] += rate.low <= MEANS[name] + 1e-9 and MEANS[name] <= rate.high + 1e-9
         prompts = [(own, [False] * SAMPLES) for own in rewards]
         for size in (2, 8, 16):
             found, truth = signal_share(prompts, size), 1 - EQUAL[name](size)
             covered[size] += found.low <= truth + 1e-9 and truth <= found.high + 1e-9
-            total[size] += found.share / PROBES
+            total[size] += found.value / PROBES
     # Of 200 intervals that hold the truth with a probability of 0.95, fewer than 185 (0.925) do
     # in 4 % of all cases.
     assert min(covered.values()) >= 0.925 * PROBES, covered

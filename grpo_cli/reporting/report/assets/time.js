@@ -74,11 +74,7 @@ function planCard(run) {
   };
   add('peak of memory', (p) => p.peak, bytes);
   for (const stage of Object.keys({ ...predicted.memory, ...measured.memory })) add(`memory, ${stage.replaceAll('_', ' ')}`, (p) => p.memory?.[stage], bytes);
-  add('seconds a step', (p) => p.step_seconds, seconds);
-  for (const stage of Object.keys({ ...predicted.time, ...measured.time })) add(`time, ${STAGE_NAMES[stage] || stage}`, (p) => p.time?.[stage], seconds);
-  add('the run', (p) => p.run_seconds, seconds);
   add('tokens a step', (p) => p.tokens_per_step, (v) => number(v));
-  add('FLOPs a step', (p) => p.flops_per_step, (v) => number(v));
   add('tokens a micro-batch', (p) => p.tokens_per_micro_batch, (v) => number(v));
   return card({ title, note: predicted.device ? `Predicted for ${predicted.device}.` : null },
     grid([{ title: '' }, { title: 'predicted', number: true }, { title: 'measured', number: true }, { title: 'error', number: true }], rows, title),
