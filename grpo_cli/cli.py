@@ -30,7 +30,6 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli import __version__
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lookup import with_recipe_of_run
-from grpo_cli.commands.screens import SCREENS
 from grpo_cli.config.compose import (
     complete,
     compose_and_call,
@@ -95,6 +94,31 @@ Examples
 `grpo COMMAND --help` fits a screen, `grpo help COMMAND` lists every word. All
 pages are in docs/. Shell completion: eval "$(grpo -sc install=bash)"
 """
+TRAIN_USAGE = """\
+grpo train [FILE | recipe=NAME] [key=value ...]
+
+Trains a model with GRPO and writes the run to outputs/NAME. Without a recipe it
+starts from `chat`, for which a model, rows and a reward have to be given.
+
+  model.path=NAME                       Hub name, folder, or a run
+  dataset.train=ROWS                    Hub name, .jsonl, .csv or .parquet file
+  dataset.eval=ROWS                     Held-out rows; or dataset.test_split_size
+  reward.NAME.function=MODULE:FUNCTION  Your reward, or reward=[math]
+  steps=100                             Optimizer steps, or epochs=N
+  prompts_per_step=16                   Prompts of a step, over all processes
+  generation.num_generations=8          Completions of each prompt
+  generation.max_completion_tokens=256  Length limit of a completion
+  optimizer.learning_rate=1e-05         Peak learning rate
+  loss=dapo                             grpo, dr_grpo, gspo, cispo and others
+  adapter=none                          lora, qlora, dora or rslora
+
+Examples:
+  grpo train recipe=arithmetic_tiny
+  grpo train my.yaml loss=gspo --steps 50
+  grpo train resume=outputs/my
+
+`grpo explain KEY` describes a knob, `grpo help train` lists all of them.
+"""
 
 
 def main() -> None:
@@ -140,8 +164,11 @@ def run_command(argv: list[str]) -> int:
             show_all(argv[1])
         elif not argv or argv[0] in ("-h", "--help", "help"):
             print(USAGE, end="")
-        elif asks and argv[0] in SCREENS:
-            print(SCREENS[argv[0]], end="")
+        elif asks and argv[0] == "train":
+            print(TRAIN_USAGE, end="")
+        elif asks and argv[0] in WITH_RECIPE:  # without the knobs of the recipe
+            module = "evaluate" if argv[0] == "eval" else argv[0]
+            print(importlib.import_module(f"grpo_cli.commands.{module}").HELP, end="")
         elif argv[0] == "--version":
             print(__version__)
         elif argv[0] in ("-sc", "--shell_completion"):
@@ -287,8 +314,8 @@ def rewards(argv: list[str]) -> None:
 
     if {"-h", "--help"} & {*argv}:
         print(
-            "grpo rewards [MODULE ...]: prints the reward functions, also those of your modules, "
-            "with the\ncolumns that they read and the arguments that they take"
+            "grpo rewards [MODULE ...]: prints the reward functions, also those of your\n"
+            "modules, with the columns that they read and the arguments that they take"
         )
         return
     registry.import_modules(argv, "grpo rewards")
@@ -306,6 +333,7 @@ def rewards(argv: list[str]) -> None:
             print(f"{'':16} at most {timeout:g} s for a completion")
 
 
+WITH_RECIPE = ("eval", "probe", "score", "slurm", "serve")  # their own --help is longer
 IN_MODULES = (
     "plan", "probe", "score", "show", "watch", "explain", "report", "replay", "serve", "slurm",
     "doctor", "export",

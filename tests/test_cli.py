@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from grpo_cli import cli
-from grpo_cli.commands.screens import SCREENS
 from grpo_cli.config import parsing
 from grpo_cli.config.compose import recipe_files
 from grpo_cli.config.schema import Recipe
@@ -364,7 +363,7 @@ def test_the_help_of_train_says_what_its_default_recipe_has(
     grpo: Callable[..., tuple[int, str, str]],
 ) -> None:
     _, out, _ = grpo("train", "recipe=chat", "--cfg", "job")
-    composed, text = yaml.safe_load(out), SCREENS["train"]
+    composed, text = yaml.safe_load(out), cli.TRAIN_USAGE
     for key, value in re.findall(r"^  ([a-z_.]+)=([0-9e-]+) ", text, re.MULTILINE):
         assert parsing.value_at(composed, key) == float(value)
     assert "loss=dapo" in text

@@ -42,9 +42,10 @@ from grpo_cli.errors import TrainingError, UserError, nearest
 USAGE = """\
 grpo doctor [recipe=NAME] [key=value ...]
 
-Prints the versions, devices, sandbox, disk, hub and variables of this machine, and what is missing
-to train each shipped recipe, or the given one. Nothing is downloaded or changed. Exit code 1 if
-something is broken, of the machine or of the given recipe.
+Prints the versions, devices, sandbox, disk, hub and variables of this machine,
+and what is missing to train each shipped recipe, or the given one. Nothing is
+downloaded or changed. Exit code 1 if something is broken, of the machine or of
+the given recipe.
 
 """
 OK, NOTE, BROKEN = " ", "*", "!"  # NOTE: may matter; BROKEN: grpo or the recipe cannot run

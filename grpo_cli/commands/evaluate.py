@@ -34,13 +34,14 @@ from grpo_cli.evaluation.settings import (
 )
 
 USAGE = """\
-grpo eval CHECKPOINT [key=value ...]                    evaluate on the recipe's held-out rows
-grpo eval CHECKPOINT benchmark=gsm8k,math mode=cot,tir  evaluate on benchmarks, in two modes
-grpo eval Qwen/Qwen2.5-Math-1.5B-Instruct benchmark=math500 num_samples=64 metric=maj,pass
-grpo eval completions=FILE benchmark=gsm8k              score stored completions, without a model
-grpo eval compare A/eval.json B/eval.json               compare two evaluations row by row
+grpo eval CHECKPOINT                          on the recipe's held-out rows
+grpo eval CHECKPOINT benchmark=gsm8k,math     on benchmarks, or on files
+grpo eval HUB/NAME benchmark=math500 num_samples=64 metric=maj,pass
+grpo eval completions=FILE benchmark=gsm8k    stored completions, without a model
+grpo eval compare A/eval.json B/eval.json     two evaluations, row by row
 
-  benchmark=NAME,...       Shipped benchmarks, or files with the columns question and answer.
+  benchmark=NAME,...       Shipped benchmarks, or files with the columns question
+                           and answer.
   mode, metric, num_samples, temperature, top_p, k, limit
                            Short for eval.mode, eval.metric and so on.
 """
@@ -60,6 +61,7 @@ class Settings:
     columns: dict[str, str] = knob({}, "Rename a column of the completions: columns.NEW=OLD.")
 
 
+HELP = USAGE + described(Settings)
 TRUST = "trust=true"
 SHORT = ("mode", "metric", "num_samples", "temperature", "top_p", "k", "limit")
 MANY = 10**6  # completions
@@ -81,7 +83,7 @@ def main(argv: list[str]) -> list[Path]:
         compare.main([*words[1:], *options])
         return []
     if {"-h", "--help"} & {*options}:
-        print(USAGE + described(Settings))
+        print(HELP)
     words = [w for word in words for w in spelt_out(word)]
     own, words = split(Settings, words)
     given = parse(Settings, own)

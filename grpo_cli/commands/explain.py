@@ -23,10 +23,12 @@ from grpo_cli.errors import UserError
 USAGE = """\
 grpo explain [recipe=NAME] [key=value ...] [KEY ...]
 
-Prints the value of a knob, what it does, and the place that sets it: the default, a file of a
-group, the recipe, or the command line; and below it the places that it takes precedence over.
+Prints the value of a knob, what it does, and the place that sets it: the
+default, a file of a group, the recipe, or the command line; and below it the
+places that it takes precedence over.
 
-  KEY                      Knob or section; without one, every knob that something sets.
+  KEY                      Knob or section; without one, every knob that
+                           something sets.
 """
 
 

@@ -32,12 +32,14 @@ from grpo_cli.models import adapters, loading
 USAGE = """\
 grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge] [--quantization=NAME]
 
-Writes the model of a checkpoint as a plain model folder, which transformers, vLLM and others load.
-Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load beside the model.
+Writes the model of a checkpoint as a plain model folder, which transformers,
+vLLM and others load. Of a checkpoint with an adapter it writes the adapter,
+which peft and vLLM load beside the model.
 
-  CHECKPOINT               Checkpoint such as outputs/NAME/checkpoints/step-100, or outputs/NAME for
-                           the newest checkpoint of a run. An interrupted step,
-                           step-100.interrupted, is only exported when it is named.
+  CHECKPOINT               Checkpoint such as outputs/NAME/checkpoints/step-100,
+                           or outputs/NAME for the newest checkpoint of a run.
+                           An interrupted step, step-100.interrupted, is only
+                           exported when it is named.
   FOLDER                   Folder to write; it must be new or empty.
 """
 

@@ -13,11 +13,12 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.words import check_recipe_words, described, parse, split
 
 USAGE = """\
-grpo plan [recipe=NAME] [gpu=h100-80gb gpus=8] [--json] [word=value ...] [key=value ...]
+grpo plan [FILE | recipe=NAME] [gpu=h100-80gb gpus=8] [--json] [key=value ...]
 
-Predicts the peak memory by stage of a step from the config of the model: no weights are loaded.
-Says what to change where a run does not fit. Where the recipe's folder holds a run, such as a trial
-of three steps (`grpo train steps=3`), what it measured stands beside the plan.
+Predicts the peak memory by stage of a step from the config of the model: no
+weights are loaded. Says what to change where a run does not fit. Where the
+recipe's folder holds a run, such as a trial of three steps (`grpo train
+steps=3`), what it measured stands beside the plan.
 
 """
 

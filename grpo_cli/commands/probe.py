@@ -20,11 +20,12 @@ USAGE = """\
 grpo probe recipe=NAME [key=value ...]     sample from the untrained policy, and say whether the run
                                            can learn
 
-Takes what `grpo train` takes, and samples and scores as it does, without training: pass rates, the
-share of groups whose rewards differ by group size, endings, lengths, rewards, log-probabilities,
-and a verdict with settings to change. Writes probe.json and completions.parquet (for `grpo show`
-and `grpo score`) to outputs/probe/NAME, or to output_dir.
-Exit code 3: the run cannot learn as it stands.
+Takes what `grpo train` takes, and samples and scores as it does, without
+training: pass rates, the share of groups whose rewards differ by group size,
+endings, lengths, rewards, log-probabilities, and a verdict with settings to
+change. Writes probe.json and completions.parquet (for `grpo show` and `grpo
+score`) to outputs/probe/NAME, or to output_dir. Exit code 3: the run cannot
+learn as it stands.
 
 """
 WITHOUT: dict[str, Any] = {"resume": None, "resume_changed": False, "overwrite": False}
@@ -43,6 +44,9 @@ class Settings:
     )
 
 
+HELP = USAGE + described(Settings)
+
+
 def main(argv: list[str]) -> None:
     """Runs `grpo probe` with the words after it.
 
@@ -53,7 +57,7 @@ def main(argv: list[str]) -> None:
     """
     options, words = split_options(argv)
     if {"-h", "--help"} & {*options}:
-        print(USAGE + described(Settings))
+        print(HELP)
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
     own, rest = split(Settings, words)

@@ -23,9 +23,9 @@ from grpo_cli.reporting.run_folder import RunFolder
 USAGE = """\
 grpo replay RUN --step=N [--json]
 
-Recomputes loss and gradient of a step that a run has kept (log.keep_steps) from its stored
-completions, and compares the metrics of the update with the recorded ones. Ends with exit code 1 if
-the loss or the norm of the gradient differ.
+Recomputes loss and gradient of a step that a run has kept (log.keep_steps) from
+its stored completions, and compares the metrics of the update with the recorded
+ones. Ends with exit code 1 if the loss or the norm of the gradient differ.
 
   RUN                      Folder of a run.
 """

@@ -19,11 +19,12 @@ from grpo_cli.reporting.run_folder import RunFolder
 USAGE = """\
 grpo report RUN [OTHER] [--output=FILE] [--completions=N]
 
-Writes one HTML file that any browser opens without a network: what was run, the results before and
-after, curves, the time by stage, the plan beside what was measured, rewards, alarms, and the stored
-completions with search, filters and colours of tokens. With two runs it shows both: curves, paired
-evaluations of the same held-out problems, and the knobs in which they differ. The run may still be
-going on, or may have been killed.
+Writes one HTML file that any browser opens without a network: what was run, the
+results before and after, curves, the time by stage, the plan beside what was
+measured, rewards, alarms, and the stored completions with search, filters and
+colours of tokens. With two runs it shows both: curves, paired evaluations of
+the same held-out problems, and the knobs in which they differ. The run may
+still be going on, or may have been killed.
 
   RUN                      Folder of a run, or a checkpoint in it.
   OTHER                    Folder of another run, to be compared with the first.

@@ -39,11 +39,11 @@ TRUE, FALSE = ("true", "yes", "1", "1.0", "correct"), ("false", "no", "0", "0.0"
 # Options of Hydra that print something and run nothing.
 SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
 USAGE = """\
-grpo score reward=NAME input=FILE              score the completions of a file or of a run
-grpo score recipe=NAME row=N completion=TEXT   score one completion of a row of the recipe's data
+grpo score reward=NAME input=FILE               completions of a file or of a run
+grpo score recipe=NAME row=N completion=TEXT    one completion of a row
 
-Prints what each reward function says. reward.NAME.args.ARG=..., reward.NAME.timeout=... and
-scoring.KEY=... set the functions up; --help lists them below the words of this command.
+Prints what each reward function says. reward.NAME.args.ARG=...,
+reward.NAME.timeout=... and scoring.KEY=... set the functions up.
 
 """
 
@@ -71,6 +71,9 @@ class Request:
     completion: str = knob("", "Completion to score with row=N; - reads standard input.")
 
 
+HELP = USAGE + described(Request)
+
+
 def main(argv: list[str]) -> None:
     """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions.
 
@@ -82,7 +85,7 @@ def main(argv: list[str]) -> None:
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
     if {"-h", "--help"} & {*options}:
-        print(USAGE + described(Request))
+        print(HELP)
     own, rest = split(Request, words)
     if any(o.partition("=")[0] in SHOWING for o in options):
         compose_and_call([*rest, *options], lambda cfg: None, BARE)

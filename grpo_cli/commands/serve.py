@@ -64,13 +64,21 @@ REFUSED_PREFIXES = {"spec_": REFUSED["speculative_config"], "ssl_": "the trainer
 
 
 USAGE = """\
-grpo serve model=PATH [word=value ...]                    serve a folder or hub name
-grpo serve recipe=NAME [key=value ...] [word=value ...]   serve the model of a recipe
+grpo serve model=PATH [word=value ...]      serve a folder or hub name
+grpo serve recipe=NAME [key=value ...]      serve the model of a recipe
 
-Starts vLLM's server, so that `grpo train ... generation=vllm_server` can sample from it. Once the
-server is ready, the command line that trains with it is printed. Ctrl-C ends the server.
+Starts vLLM's server, so that `grpo train ... generation=vllm_server` can sample
+from it. Once the server is ready, the command line that trains with it is
+printed. Ctrl-C ends the server.
 
 """
+
+
+MAIN = (
+    "model", "host", "port", "tensor_parallel", "data_parallel", "memory", "max_model_len",
+    "engine_args",
+)  # fmt: skip
+HELP = f"{USAGE}{described(ServerSettings, names=MAIN)}\n`grpo help serve` lists all words.\n"
 
 
 def main(argv: list[str]) -> None:

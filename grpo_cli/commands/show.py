@@ -16,11 +16,13 @@ from grpo_cli.errors import UserError
 USAGE = """\
 grpo show RUN [--step=N] [--number=K] [--row=N]
 
-Prints completions that a run or an evaluation has stored, turn by turn: the messages of the model,
-of tools and of environments (dimmed), the reward at each turn, and why the episode ended. A prompt
-with images has their number and sizes; their tokens are shown as <image>.
+Prints completions that a run or an evaluation has stored, turn by turn: the
+messages of the model, of tools and of environments (dimmed), the reward at each
+turn, and why the episode ended. A prompt with images has their number and
+sizes; their tokens are shown as <image>.
 
-  RUN                      Folder of a run, a checkpoint or an evaluation, or a file of completions.
+  RUN                      Folder of a run, a checkpoint or an evaluation, or a
+                           file of completions.
 """
 
 

@@ -102,12 +102,20 @@ SET_BY_SCRIPT = (
 
 
 USAGE = """\
-grpo slurm recipe=NAME gpus_per_node=8 time=12:00:00 [word=value ...] [key=value ...]
+grpo slurm recipe=NAME gpus_per_node=8 time=12:00:00 [key=value ...]
 
-Checks the recipe as grpo train does, and writes a batch script that trains it. The job saves and
-requeues itself before its time limit. --submit also runs sbatch.
+Checks the recipe as grpo train does, and writes a batch script that trains it.
+The job saves and requeues itself before its time limit. --submit also runs
+sbatch.
 
 """
+
+
+MAIN = (
+    "nodes", "gpus_per_node", "vllm_nodes", "time", "partition", "account", "mem", "setup",
+    "sbatch",
+)  # fmt: skip
+HELP = f"{USAGE}{described(Settings, names=MAIN)}\n`grpo help slurm` lists all words.\n"
 
 
 def split_words(argv: Sequence[str]) -> tuple[Settings, list[str]]:

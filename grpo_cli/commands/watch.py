@@ -18,10 +18,10 @@ from grpo_cli.reporting.run_folder import RunFolder
 USAGE = """\
 grpo watch RUN [--every=SECONDS] [--once]
 
-Shows a run while it runs or after its end: progress and the time left, curves, the stages of the
-newest step, completions with the highest and the lowest reward, alarms. It only reads the run's
-folder, also on another node of a shared file system. Ctrl-C ends it. Without a terminal it prints
-one block of text.
+Shows a run while it runs or after its end: progress and the time left, curves,
+the stages of the newest step, completions with the highest and the lowest
+reward, alarms. It only reads the run's folder, also on another node of a shared
+file system. Ctrl-C ends it. Without a terminal it prints one block of text.
 
   RUN                      Folder of a run, or a checkpoint.
 """

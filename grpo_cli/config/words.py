@@ -200,14 +200,17 @@ def _merged(settings: S, word: str, f: dataclasses.Field[Any], key: str) -> S:
         raise UserError(f"{word}: the value is not YAML.") from error
 
 
-def described(kind: type, dashes: bool = False) -> str:
+def described(kind: type, dashes: bool = False, names: Collection[str] = ()) -> str:
     """Formats the fields of `kind` for --help, one per line: name, default, sentence, choices.
 
     Args:
         dashes: write the names as options.
+        names: the fields to describe; (): all.
     """
     lines: list[str] = []
     for name, f in _fields(kind).items():
+        if names and name not in names:
+            continue
         doc = f.metadata["doc"]
         if choices := f.metadata["choices"]:
             doc += f" ({', '.join(choices)})"
