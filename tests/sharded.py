@@ -14,8 +14,6 @@ import copy
 import functools
 import gc
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -66,6 +64,7 @@ from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.training import logprob_passes
 from grpo_cli.training.run import Run
+from tests import programs
 from tests.conftest import BUILD, as_prompts
 from tests.fake_vllm import FakeVllm, recipe_for, serving
 from tests.generation.embedded.test_generator import MANY_EOS, PROMPTS, SEEDS, same
@@ -73,7 +72,6 @@ from tests.models.families import MAMBA_2, Family
 from tests.models.test_architectures import make
 from tests.partial_run import partial_run
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 TOKENIZER = tiny.make_tokenizer(BUILD, [])
 CHUNKED = ForwardMode(packed=False, chunked=True)
@@ -756,24 +754,12 @@ def episodes_of_a_sharded_policy_are_those_of_a_whole_one(workers: Workers) -> N
 def outcome(processes: int) -> tuple[list[str], str]:
     """(cases that went well with so many processes, what the program printed); started once."""
     with tempfile.TemporaryDirectory(prefix="grpo-sharded-") as folder:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*torchrun, f"--nproc-per-node={processes}", __file__, folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                "GRPO_SERVER_KEY": "of-the-fake-servers-" + "0" * 32,  # each has a cache of its own
-            },
-        )
+        key = "of-the-fake-servers-" + "0" * 32  # each process has a cache of its own
+        command = programs.torchrun(processes, __file__, folder)
+        done = programs.run(command, GRPO_SERVER_KEY=key)
         file = Path(folder) / "done"
         names = file.read_text().split() if file.exists() else []
-    return names, f"exit code {done.returncode}\n{done.stdout}"
+    return names, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

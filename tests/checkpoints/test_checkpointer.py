@@ -6,11 +6,8 @@ import os
 import pickle
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,7 +37,6 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from tests import checkpointing, disks, programs
 from tests.checkpointing import same, whole
-from tests.programs import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -110,21 +106,6 @@ def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
     assert steps_saved(tmp_path) == [1, 3]
     checkpointer.prune(tmp_path, 1, None)
     assert steps_saved(tmp_path) == [3]
-
-
-def test_an_edited_model_card_or_base_of_an_adapter_is_no_damage(
-    saver: Checkpointer, model: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    path = checkpoint_path(tmp_path, 1)
-    saver.save(path, trained(model), {}, "", tokenizer, with_model=True, card="# Card\n")
-    assert saver.wait() is None
-    assert (path / "README.md").read_text() == "# Card\n"
-    (path / "README.md").write_text("# My words\n")
-    stored = json.loads((path / manifest.MANIFEST).read_text())
-    assert "README.md" not in stored["files"]
-    assert manifest.verify(path) is None
-    (path / "config.json").write_text("{}")
-    assert "config.json" in (manifest.verify(path) or "")
 
 
 def empty(folder: Path, *steps: int) -> None:
@@ -573,41 +554,6 @@ def test_the_oldest_checkpoint_goes_first_on_a_disk_that_holds_no_more(
     assert len(failed) == 4 - steps[-1]
 
 
-@pytest.mark.programs
-def test_a_process_killed_while_it_writes_leaves_the_checkpoints_before(
-    tmp_path: Path, model: PreTrainedModel, workers: Workers, lines: list[str]
-) -> None:
-    child = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.checkpoints.test_checkpointer import save_on; save_on({str(tmp_path)!r})",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    folder, deadline = tmp_path / "checkpoints", time.monotonic() + 90
-    written = "step-*.tmp/training/shards/*.distcp"
-    while len(steps_saved(tmp_path)) < 2 or not list(folder.glob(written)):
-        assert time.monotonic() < deadline, "nothing is being written"
-        assert child.poll() is None
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    found = [checkpoint_path(tmp_path, step) for step in reversed(steps_saved(tmp_path))]
-    assert checkpointer.choose(found, workers, lines.append) == found[0]
-    assert lines == []
-    checkpointer.prune(tmp_path, 1, None)
-    assert [p.name for p in folder.iterdir()] == [found[0].name]
-
-
-def save_on(folder: str) -> None:
-    """Saves one checkpoint after the other, until it is killed."""
-    saver = Checkpointer(Workers("cpu"), print)
-    parts = trained(checkpointing.make_model(0))
-    for step in range(10_000):
-        save(saver, checkpoint_path(Path(folder), step), parts, checkpointing.TOKENIZER)
-
-
 # ---- the choice of one to go on from
 
 
@@ -620,50 +566,6 @@ def two(
     for path in paths:
         assert save(saver, path, trained(model), tokenizer, plain=True) is None
     return paths
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-SHARD = "training/shards/__0_0.distcp"
-
-
-@pytest.mark.parametrize(
-    ("damage", "name", "said"),
-    [
-        (cut, SHARD, f"{SHARD}: "),
-        (flip, "training/shards/.metadata", ".metadata: its contents have changed"),
-        (flip, "model.safetensors", "model.safetensors: its contents have changed"),
-        (Path.unlink, "training/state.pt", "state.pt: missing"),
-        (Path.unlink, "training/manifest.json", "manifest.json: missing"),
-    ],
-)
-def test_a_damaged_checkpoint_is_skipped(
-    two: list[Path],
-    workers: Workers,
-    lines: list[str],
-    damage: Callable[[Path], None],
-    name: str,
-    said: str,
-) -> None:
-    assert checkpointer.choose(two, workers, lines.append) == two[0]
-    assert lines == []
-    damage(two[0] / name)
-    assert checkpointer.choose(two, workers, lines.append) == two[1]
-    (line,) = lines
-    assert line.startswith("checkpoints/step-40 is damaged (")
-    assert said in line
-    assert line.endswith("): skipped")
-    assert two[0].is_dir(), "left for its owner to look at"
-    damage(two[1] / name)
-    assert checkpointer.choose(two, workers, lines.append) is None
 
 
 def test_an_index_that_would_run_code_is_refused(two: list[Path], tmp_path: Path) -> None:

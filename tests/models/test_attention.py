@@ -47,20 +47,6 @@ def test_arguments_of_attend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"dropout": 0.1}, "its attention has dropout"),
-        ({"sliding_window": 9}, "its attention sees 9 tokens and no more"),
-        ({"softcap": 50.0}, "its attention has softcap"),
-        ({"position_bias": torch.zeros(1)}, "its attention has position_bias"),
-    ],
-)
-def test_unsupported_arguments(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        call(Noting(), **asked)
-
-
-@pytest.mark.parametrize(
     ("config", "window"),
     [
         ({"sliding_window": 9}, 9),

@@ -22,6 +22,7 @@ from grpo_cli.models.policy_logprobs import (
 from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
 from tests.models.families import Family
+from tests.models.test_architectures import flat_gradient as gradient
 from tests.models.test_architectures import make
 
 QUICK, CHUNKED, PACKED = ForwardMode(True, True), ForwardMode(False, True), ForwardMode(True, False)
@@ -67,12 +68,6 @@ def by(model: PreTrainedModel, mode: ForwardMode, **settings: Any) -> PolicyLogp
     assert policy_logprobs.modes[0] == mode
     assert policy_logprobs.mode == SIMPLEST, "until it is checked"
     return policy_logprobs
-
-
-def gradient(model: PreTrainedModel, scalar: Tensor) -> Tensor:
-    model.zero_grad()
-    scalar.backward()  # type: ignore[no-untyped-call]
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def weighted(rows: Sequence[Tensor]) -> Tensor:

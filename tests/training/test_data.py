@@ -12,8 +12,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.models.policy import LoadedModel
 from grpo_cli.training import build, prepare
 from grpo_cli.training.run import Run
-from tests.training.test_interrupted import leaving_at, timeless
-from tests.training.test_train import built, metrics, recipe, trained, weights
+from tests.training.test_interrupted import leaving_at
+from tests.training.test_train import built, metrics, recipe, timeless, trained, weights
 
 pytestmark = pytest.mark.runs
 

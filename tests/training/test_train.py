@@ -115,6 +115,12 @@ def metrics(live: run.Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in live.reporter.metrics.path.read_text().splitlines()]
 
 
+def timeless(live: run.Run) -> list[dict[str, Any]]:
+    """The metrics that do not depend on the clock."""
+    timed = re.compile("time|per_second|mfu|seconds|overlap/")
+    return [{k: v for k, v in m.items() if not timed.search(k)} for m in metrics(live)]
+
+
 def weights(live: run.Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in live.policy.model.parameters()])
 
@@ -164,19 +170,6 @@ def test_reward_rises(tmp_path: Path) -> None:
     live = trained(tmp_path, steps=40, prompts_per_step=8, **quick)
     rewards = [m["reward"] for m in metrics(live)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
-
-
-def test_micro_batches_leave_the_gradient_alone(tmp_path: Path) -> None:
-    loss = {"loss__beta": 0.1, "loss__normalize": "completions"}
-    whole, found = one_update(built(tmp_path, **loss, overwrite=True))
-    split, found_split = one_update(
-        built(tmp_path, **loss, overwrite=True, update__tokens_per_micro_batch=30)
-    )
-    assert any(g.abs().max() > 1e-3 for g in whole)
-    for a, b in zip(whole, split, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
-    for key, value in found.items():
-        assert found_split[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
 def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
@@ -314,12 +307,7 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
 
     resumed = trained(tmp_path, output_dir=str(tmp_path / "halted"), resume="auto", **changes)
     assert torch.equal(weights(resumed), weights(straight))
-    timeless = [
-        {k: v for k, v in m.items() if not re.search("time|per_second|mfu", k)}
-        for live in (resumed, straight)
-        for m in metrics(live)
-    ]
-    assert timeless[:4] == timeless[4:]
+    assert timeless(resumed) == timeless(straight)
 
 
 def test_without_a_largest_norm_nothing_is_clipped(tmp_path: Path) -> None:
