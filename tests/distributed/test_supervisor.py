@@ -317,25 +317,6 @@ def test_nobody_leaves_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch)
     assert heartbeat.state().quiet < 60
 
 
-@pytest.fixture
-def still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[supervisor.Supervisor]:
-    """A supervisor with a stall limit of 10 seconds, whose polls are the test's."""
-    monkeypatch.setattr(supervisor.Supervisor, "_run", lambda self: None)
-    eye = supervisor.Supervisor(0, 1, tmp_path, 10 / 60)
-    yield eye
-    eye.close()
-
-
-def test_the_thread_of_the_supervisor_does_not_leave(
-    still: supervisor.Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "leave", lambda: True)
-    monkeypatch.setattr(heartbeat, "_beaten", time.monotonic() - 3600)
-    still._polled_at = time.monotonic() - 3600  # it was suspended
-    still._poll()
-    assert heartbeat.state().quiet < 60
-
-
 def test_where(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat.at("reward", 3)
     monkeypatch.setenv("WORLD_SIZE", "1")
