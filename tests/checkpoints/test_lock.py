@@ -93,17 +93,6 @@ def test_what_a_killed_run_held_is_free(tmp_path: Path) -> None:
     assert (tmp_path / NAME).read_text().count("\n") == 1, "the name of whoever came before is gone"
 
 
-def test_a_released_lock_is_free(tmp_path: Path) -> None:
-    first = Lock(tmp_path)
-    first.release()
-    first.release()  # once more is no harm
-    second = Lock(tmp_path)
-    first.release()
-    with pytest.raises(UserError):
-        Lock(tmp_path)
-    second.release()
-
-
 def test_a_file_system_without_locks_is_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,14 +182,6 @@ def odd_head(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def window(model: PreTrainedModel) -> PreTrainedModel:
-    return make(Family("mistral", settings={"sliding_window": 4})).double()
-
-
-def gemma2(model: PreTrainedModel) -> PreTrainedModel:
-    return make(Family("gemma2")).double()
-
-
 def scaled_logits(model: PreTrainedModel) -> PreTrainedModel:
     """One whose logits are not those of its head."""
     model.register_forward_hook(
@@ -211,8 +203,6 @@ DIFFER = "log-probabilities differ by "
     [
         (lambda model: model, QUICK, []),
         (in_training, CHUNKED, ["its attention has dropout"]),
-        (window, CHUNKED, ["its attention sees 4 tokens and no more"]),
-        (gemma2, CHUNKED, ["its attention has softcap"]),
         (heedless, CHUNKED, [NOT_PASSED_ON]),
         (eager, CHUNKED, []),
         (odd_head, PACKED, [ODD, ODD]),

@@ -220,9 +220,8 @@ def test_failed_capture_falls_back() -> None:
     graphs = FallbackGraphs(failing, notes.append)
     for _ in range(2):
         assert_same(decoded(Engine(model, 15, graphs=graphs)), sample(model, None))
-    assert notes == [
-        "note: decoding step by step, without CUDA graphs (CUDA error: operation not permitted)"
-    ]
+    (note,) = notes
+    assert note.endswith("without CUDA graphs (CUDA error: operation not permitted)")
 
 
 @pytest.mark.parametrize("rule", [{"repetition_penalty": 1.2}, {"min_tokens": 3}])
