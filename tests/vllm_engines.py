@@ -33,6 +33,7 @@ from grpo_cli.models import adapters
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
+from tests import programs
 from tests.conftest import as_prompts
 
 CACHE = {"kv_cache_memory_bytes": 2**26}
@@ -225,25 +226,12 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def grpo_train(
-    *words: str, processes: int = 1, check: bool = True
-) -> subprocess.CompletedProcess[str]:
+def grpo_train(*words: str, processes: int = 1) -> None:
     """Runs `grpo train recipe=arithmetic_tiny WORDS`, under torchrun with several processes."""
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    command += [
-        "grpo_cli.cli",
-        "train",
-        "recipe=arithmetic_tiny",
-        "eval.every=0",
-        "dataset.eval=null",
-    ]
-    command += ["overwrite=true", "log.report=false", *words]
-    environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    return done
+    recipe = ["recipe=arithmetic_tiny", "eval.every=0", "dataset.eval=null", "overwrite=true"]
+    grpo = ["-m", "grpo_cli.cli", "train", *recipe, "log.report=false", *words]
+    done = programs.run(programs.started(processes, *grpo), **CPU, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
 
 
 def run_metrics(folder: Path) -> list[dict[str, float]]:
