@@ -282,6 +282,13 @@ def test_rollouts_longer_than_the_window(family: Family) -> None:
     assert not policy_logprobs.mode.packed
 
 
+def test_a_window_that_no_layer_has() -> None:
+    settings = SLIDING | {"layer_types": ["full_attention"] * 2}
+    policy_logprobs = PolicyLogprobs(make(Family("qwen2", settings)), say=pytest.fail)
+    policy_logprobs.check(make_rollouts([(9, [8, 6]), (2, [20])]), 1.0)
+    assert policy_logprobs.mode.packed
+
+
 @pytest.mark.parametrize(
     ("mode", "modes", "checked"),
     [

@@ -48,18 +48,6 @@ def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert more.state.step == 7
 
 
-def test_schedule_after_the_last_epoch_is_refused(
-    tmp_path: Path,
-) -> None:
-    changes = {
-        "loss__beta": 0.1,
-        "schedules": {"loss.beta": {"to": 0.2, "begin": 5, "shape": "jump"}},
-    }
-    with pytest.raises(UserError, match="must be < steps = 5"):
-        prepare.for_training(recipe(tmp_path, epochs=1.0, **changes))
-    prepare.for_training(recipe(tmp_path, epochs=1.3, **changes))
-
-
 def test_split_off_rows(tmp_path: Path) -> None:
     split = {"dataset__eval": None, "dataset__test_split_size": 0.2, "steps": 2}
     live = trained(tmp_path, **split)
