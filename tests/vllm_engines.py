@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from grpo_cli.environments.sessions import Sessions
 from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
+from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.models import adapters
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -112,6 +114,19 @@ def move(model: PreTrainedModel, step: int) -> None:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def assert_never_stale(generator: VllmGenerator, policy: PreTrainedModel) -> None:
+    """Checks that after each of five updates an engine samples with the newest weights."""
+    for step in range(1, 6):
+        before = copy.deepcopy(policy)
+        move(policy, step)
+        metrics = generator.update_weights(policy, step)
+        groups = generator.generate(as_prompts(PROMPTS), 4, SAMPLING, SEEDS)
+        assert difference(policy, groups) < 1e-3
+        assert difference(before, groups) > 0.05
+        assert metrics["weights/check_difference"] < 1e-4
+        assert all(c.sampled_at == step for group in groups for c in group)
 
 
 def difference(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -302,17 +302,6 @@ def test_prompt_matches_the_processor(loaded: Loaded) -> None:
         assert loaded.vision.type_ids(prompt.ids + [70] * 5) == made[name][0].tolist() + behind
     for name, value in loaded.vision.inputs(prompt.images).items():
         assert torch.equal(made[name], value), name
-
-
-def test_unreadable_image(tmp_path: Path) -> None:
-    loaded = load("llava", tmp_path)
-    bad = replace(loaded.mixed()[0], images=(StoredImage(b"no image", "x, row 3"),))
-    said: list[str] = []
-    assert not vision.sound_images(said.append)(bad)
-    assert "x, row 3: the image cannot be read" in said[0]
-    with pytest.raises(TrainingError, match=r"row 3.*bad_rows=drop"):
-        vision.sound_images(None)(bad)
-    assert vision.sound_images(None)(loaded.mixed()[0])
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
