@@ -286,24 +286,6 @@ def test_one_process_tells_itself_of_a_signal(alone: supervisor.Supervisor) -> N
     assert alone.stop_signal == signal.SIGUSR1, "the first one counts"
 
 
-def test_a_beat_is_cheap_and_a_stage_is_one() -> None:
-    heartbeat.at("generate", 7)
-    first = heartbeat.state()
-    assert (first.stage, first.step, first.waiting) == ("generate", 7, False)
-    with heartbeat.inside("reward"), heartbeat.waiting():
-        assert heartbeat.state()[:2] == ("reward", 7)
-        assert heartbeat.state().waiting
-    assert heartbeat.state()[0] == "generate"
-    assert not heartbeat.state().waiting
-    time.sleep(0.02)
-    assert heartbeat.state().quiet >= 0.02
-    heartbeat.beat()
-    assert heartbeat.state().quiet < heartbeat.state().inside
-    with pytest.raises(ValueError, match="x"), heartbeat.inside("weights"):
-        raise ValueError("x")
-    assert heartbeat.state().stage == "weights", "where it failed is where it stands"
-
-
 def test_nobody_leaves_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On its way to a collective: the others of it would wait for ever."""
     heartbeat.at("reward", 3)
