@@ -102,7 +102,7 @@ starts from `chat`, for which a model, rows and a reward have to be given.
 
   model.path=NAME                       Hub name, folder, or a run
   dataset.train=ROWS                    Hub name, .jsonl, .csv or .parquet file
-  dataset.eval=ROWS                     Held-out rows; or dataset.test_split_size
+  dataset.eval=ROWS                     Held-out rows
   reward.NAME.function=MODULE:FUNCTION  Your reward, or reward=[math]
   steps=100                             Optimizer steps, or epochs=N
   prompts_per_step=16                   Prompts of a step, over all processes

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,6 +40,7 @@ atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
 NO_TIME = "not begun: --until is over"
 CPU = torch.device("cpu")
+ALONE: Any = SimpleNamespace(sum=dict, maxima=dict)  # the only process: it reduces nothing
 BUILD = Build(
     hidden_size=32,
     intermediate_size=64,

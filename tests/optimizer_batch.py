@@ -36,7 +36,7 @@ from grpo_cli.training import loop
 from grpo_cli.training.step import Step
 from grpo_cli.training.step_progress import StepBatch
 from tests.conftest import BUILD, make_group, make_loss, make_rollout
-from tests.models.families import FOUR_EXPERTS, Family
+from tests.models.families import BY_NAME
 from tests.models.test_architectures import make
 from tests.partial_run import partial_run
 
@@ -142,7 +142,7 @@ def make_groups() -> list[Group]:
 
 def make_experts() -> PreTrainedModel:
     """A mixture of experts, whose load is uneven."""
-    model = make(Family("mixtral", FOUR_EXPERTS), vocabulary=259)
+    model = make(BY_NAME["mixtral"], vocabulary=259)
     model.config._experts_implementation = "eager"  # grouped products have no float64
     return model
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def rows_of(test: str, name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a file of JSON lines that lies beside a test.
+
+    Args:
+        test: the test's `__file__`.
+    """
+    lines = (Path(test).parent / name).read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def short(value: object) -> str:

@@ -34,7 +34,7 @@ def test_a_function_of_the_caller_is_a_reward(
     )  # fmt: skip
     assert len(seen) >= 2 * 2 * 4
     found = grpo_cli.evaluate("outputs/arithmetic_tiny", dataset={"eval_limit": 3})
-    assert found["n"] == 3
+    assert found["benchmarks"]["arithmetic_test"]["n"] == 3
     assert sys.argv == before
 
 

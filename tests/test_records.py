@@ -4,12 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_cli.algorithm.batch import collate, pad_right
+from grpo_cli.algorithm.batch import collate
 from grpo_cli.environments.protocol import ToolCall
-from grpo_cli.models.packing import pad_left
-from grpo_cli.models.vision import padded_arguments
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Prompt, counts_by_tool, dummy_rollout
+from grpo_cli.records import counts_by_tool, dummy_rollout
 from tests.conftest import CPU, make_rollout
 
 
@@ -99,16 +97,6 @@ def test_a_placeholder_trains_on_nothing_and_fits_what_is_computed(reference: bo
     assert batch.loss_mask.tolist() == [[0.0]]
     assert batch.weights.tolist() == [[0.0]]
     assert (batch.ref_logprobs is not None) == reference
-
-
-def test_positions_and_padding_by_hand() -> None:
-    ids, mask = pad_left([[4], [7, 8, 9]], CPU)
-    assert ids.tolist() == [[0, 0, 4], [7, 8, 9]]
-    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-    given = padded_arguments([Prompt.from_ids([4]), Prompt.from_ids([7, 8, 9])], ids, mask, None)
-    assert given["position_ids"].tolist() == [[0, 0, 0], [0, 1, 2]]
-    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    assert pad_right(rows, 3).tolist() == [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
 
 
 def test_derive_seed_is_the_same_for_ever() -> None:

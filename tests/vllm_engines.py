@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -29,10 +30,12 @@ from grpo_cli.environments.sessions import Sessions
 from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
+from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.models import adapters
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
+from tests import programs
 from tests.conftest import as_prompts
 
 CACHE = {"kv_cache_memory_bytes": 2**26}
@@ -111,6 +114,19 @@ def move(model: PreTrainedModel, step: int) -> None:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def assert_never_stale(generator: VllmGenerator, policy: PreTrainedModel) -> None:
+    """Checks that after each of five updates an engine samples with the newest weights."""
+    for step in range(1, 6):
+        before = copy.deepcopy(policy)
+        move(policy, step)
+        metrics = generator.update_weights(policy, step)
+        groups = generator.generate(as_prompts(PROMPTS), 4, SAMPLING, SEEDS)
+        assert difference(policy, groups) < 1e-3
+        assert difference(before, groups) > 0.05
+        assert metrics["weights/check_difference"] < 1e-4
+        assert all(c.sampled_at == step for group in groups for c in group)
 
 
 def difference(
@@ -225,25 +241,12 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def grpo_train(
-    *words: str, processes: int = 1, check: bool = True
-) -> subprocess.CompletedProcess[str]:
+def grpo_train(*words: str, processes: int = 1) -> None:
     """Runs `grpo train recipe=arithmetic_tiny WORDS`, under torchrun with several processes."""
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    command += [
-        "grpo_cli.cli",
-        "train",
-        "recipe=arithmetic_tiny",
-        "eval.every=0",
-        "dataset.eval=null",
-    ]
-    command += ["overwrite=true", "log.report=false", *words]
-    environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    return done
+    recipe = ["recipe=arithmetic_tiny", "eval.every=0", "dataset.eval=null", "overwrite=true"]
+    grpo = ["-m", "grpo_cli.cli", "train", *recipe, "log.report=false", *words]
+    done = programs.run(programs.started(processes, *grpo), **CPU, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
 
 
 def run_metrics(folder: Path) -> list[dict[str, float]]:

@@ -49,7 +49,8 @@ POLL_SECONDS = 0.05
 USAGE = """\
 grpo doctor --nodes=a,b --rank=N [--master=HOST:PORT ...]
 
-Checks whether the nodes of a job can train together. Run it once on each node, at the same time.
+Checks whether the nodes of a job can train together. Run it once on each node,
+at the same time.
 
 """
 Facts = dict[str, Any]  # the facts of one node, see `facts_of`

@@ -37,11 +37,11 @@ USAGE = """\
 grpo eval CHECKPOINT                          on the recipe's held-out rows
 grpo eval CHECKPOINT benchmark=gsm8k,math     on benchmarks, or on files
 grpo eval HUB/NAME benchmark=math500 num_samples=64 metric=maj,pass
-grpo eval completions=FILE benchmark=gsm8k    stored completions, without a model
+grpo eval completions=FILE benchmark=gsm8k    stored completions, no model
 grpo eval compare A/eval.json B/eval.json     two evaluations, row by row
 
-  benchmark=NAME,...       Shipped benchmarks, or files with the columns question
-                           and answer.
+  benchmark=NAME,...       Shipped benchmarks, or files with the columns
+                           question and answer.
   mode, metric, num_samples, temperature, top_p, k, limit
                            Short for eval.mode, eval.metric and so on.
 """

@@ -17,15 +17,15 @@ from grpo_cli.config.words import check_recipe_words, described, parse, recipe_k
 from grpo_cli.errors import UserError
 
 USAGE = """\
-grpo probe recipe=NAME [key=value ...]     sample from the untrained policy, and say whether the run
-                                           can learn
+grpo probe [FILE | recipe=NAME] [key=value ...]
 
-Takes what `grpo train` takes, and samples and scores as it does, without
-training: pass rates, the share of groups whose rewards differ by group size,
-endings, lengths, rewards, log-probabilities, and a verdict with settings to
-change. Writes probe.json and completions.parquet (for `grpo show` and `grpo
-score`) to outputs/probe/NAME, or to output_dir. Exit code 3: the run cannot
-learn as it stands.
+Samples from the untrained policy and says whether the run can learn. Takes what
+`grpo train` takes, and samples and scores as it does, without training: pass
+rates, the share of groups whose rewards differ by group size, endings, lengths,
+rewards, log-probabilities, and a verdict with settings to change. Writes
+probe.json and completions.parquet (for `grpo show` and `grpo score`) to
+outputs/probe/NAME, or to output_dir. Exit code 3: the run cannot learn as it
+stands.
 
 """
 WITHOUT: dict[str, Any] = {"resume": None, "resume_changed": False, "overwrite": False}

@@ -39,8 +39,8 @@ TRUE, FALSE = ("true", "yes", "1", "1.0", "correct"), ("false", "no", "0", "0.0"
 # Options of Hydra that print something and run nothing.
 SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
 USAGE = """\
-grpo score reward=NAME input=FILE               completions of a file or of a run
-grpo score recipe=NAME row=N completion=TEXT    one completion of a row
+grpo score reward=NAME input=FILE              completions of a file or a run
+grpo score recipe=NAME row=N completion=TEXT   one completion of a row
 
 Prints what each reward function says. reward.NAME.args.ARG=...,
 reward.NAME.timeout=... and scoring.KEY=... set the functions up.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -126,3 +127,11 @@ def test_each_shipped_function_has_a_default_for_its_arguments() -> None:
                 assert own.arg.doc, f"{name}: an argument lacks its sentence"
             assert traits_of(function) is not None
             assert readers(function)[0] is function
+
+
+@pytest.mark.parametrize("function", [*POLICY.values(), *RULES.values()])
+def test_a_loss_and_its_metrics_agree_on_the_defaults(function: Any) -> None:
+    defaults: dict[str, Any] = {}
+    for reader in readers(function):
+        for name, p in inspect.signature(reader).parameters.items():
+            assert defaults.setdefault(name, p.default) == p.default, name

@@ -202,15 +202,6 @@ def test_lengths_are_those_of_sampled_tokens() -> None:
     assert [o.tokens for group in stats.values() for o in group] == [7, 4, 3, 5]
 
 
-def test_a_kl_in_the_reward_is_that_of_sampled_tokens() -> None:
-    r = make_rollout(completion_ids=[7, 8, 9], reward=1.0)
-    r.completion = replace(r.completion, is_sampled=[True, False, True])
-    # Samplers report 0.0 for the reply, the reference a log-probability.
-    r.old_logprobs, r.ref_logprobs = torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([-1.5, -9.0, -2])
-    credit.subtract_kl_from_rewards([r], "k1", 0.1)
-    assert r.outcome_reward == pytest.approx(1 - 0.1 * 0.5)
-
-
 def test_the_batch_is_not_a_trivial_one() -> None:
     # Without this, the tests above could hold because nothing trains.
     assert [r.loss_tokens for g in make_batch() for r in g.rollouts] == [4, 3, 3, 2]

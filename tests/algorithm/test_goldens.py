@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,13 +24,11 @@ from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.token_selection import entropy_threshold
 from grpo_cli.algorithm.variants import POLICY, own_arguments
 from grpo_cli.config.schema import Loss
-from grpo_cli.distributed.workers import Workers
-from tests.conftest import make_loss
+from tests.conftest import ALONE, make_loss
 from tests.programs import ROOT
 
 FILE = Path(os.environ.get("GRPO_GOLDENS") or ROOT / "tests" / "goldens" / "policy_loss.json")
 GOLDENS = json.loads(FILE.read_text("utf-8"))
-ALONE = cast(Workers, SimpleNamespace(sum=dict, maxima=dict))
 LONGEST = 16  # TRL's max_completion_length in these cases
 
 # TRL's names of our knobs; epsilon is set apart, since our YAMLs hold the papers' values.

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,21 +30,20 @@ from grpo_cli.algorithm.loss import (
     LossSums,
     every_rollout_has_gradient,
     grpo_loss,
+    logged,
 )
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.schema import Loss, Recipe
-from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 from tests import reference_losses as reference
-from tests.conftest import CPU, make_loss
+from tests.conftest import ALONE, CPU, make_loss
 from tests.programs import ROOT
 
 FILES = sorted((ROOT / "recipes" / "loss").glob("*.yaml"))
-ALONE = cast(Workers, SimpleNamespace(sum=dict, maxima=dict))
 LONGEST = 9  # the run's max_completion_tokens
 
 every_loss = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -760,11 +758,22 @@ def test_what_is_logged_of_the_sampler(
     assert found["sampling/weight_squared"] == pytest.approx(sum(w * w for w in weights) / number)
 
 
-def test_what_is_logged_of_the_sampler_without_a_correction() -> None:
-    found = measured(Loss(), sampler_terms())
+def test_sampler_metrics_by_hand() -> None:
+    """The trainer holds a token for four times as likely, one for half, one for the same."""
     two = math.log(2)
-    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(6 * two / 5)
+    terms = terms_of(
+        [[0.5 - 2 * two, two], [-0.25, 9.0]], [[1.0, 1.0]] * 2, [[1, 1], [1, 0]],
+        sampler=[[2 * two, -two], [math.nan, 9.0]],
+    )  # fmt: skip
+    found = logged(Loss(), measured(Loss(), terms))
+    # π/π_sampler − log(π/π_sampler) − 1: 4 − 2 ln 2 − 1, 1/2 + ln 2 − 1, 0
+    assert found["sampling/kl"] == pytest.approx((2.5 - two) / 3)
+    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(3 * two / 3)
     assert found["sampling/sampling_logp_difference/max"] == pytest.approx(2 * two)
+    # of weights 4, 1/2, 1: (5.5/3)² / (17.25/3)
+    assert found["sampling/effective_sample_size"] == pytest.approx((5.5 / 3) ** 2 / 5.75)
+    assert found["staleness/logp_difference"] == pytest.approx((0.5 + 0 + 0.25) / 3)
+    assert not {"sampling/weight", "sampling/weight_squared"} & found.keys()
     assert not any("importance" in name for name in found)
 
 

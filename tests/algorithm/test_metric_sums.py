@@ -1,46 +1,10 @@
 import math
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 
 from grpo_cli.algorithm.metric_sums import MetricSums, ReducedMetrics
-from grpo_cli.distributed.workers import Workers
-
-ALONE = cast(Workers, SimpleNamespace(sum=dict, maxima=dict))
-
-
-class Process:
-    """One of two that run as threads; values are matched by place, as a collective has it."""
-
-    def __init__(self, rank: int, passed: list[list[float]], barrier: threading.Barrier) -> None:
-        self.rank, self.passed, self.barrier = rank, passed, barrier
-
-    def sum(self, values: dict[str, float]) -> dict[str, float]:
-        return self._reduced(values, sum)
-
-    def maxima(self, values: dict[str, float]) -> dict[str, float]:
-        return self._reduced(values, max)
-
-    def _reduced(self, values: dict[str, float], by: Callable[..., float]) -> dict[str, float]:
-        self.passed[self.rank] = list(values.values())
-        self.barrier.wait(timeout=10)
-        found = [by(pair) for pair in zip(*self.passed, strict=True)]
-        self.barrier.wait(timeout=10)
-        return dict(zip(values, found, strict=True))
-
-
-def reduced_by_two(*tallies: MetricSums) -> list[dict[str, float]]:
-    """What `reduced` is on each of two processes."""
-    passed: list[list[float]] = [[], []]
-    barrier = threading.Barrier(2)
-    workers = [cast(Workers, Process(rank, passed, barrier)) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        return [totals.figures for totals in pool.map(MetricSums.reduced, tallies, workers)]
+from tests.conftest import ALONE
 
 
 def tally_of(values: list[list[float]], mask: list[list[float]]) -> MetricSums:
@@ -68,30 +32,6 @@ def test_optimizer_batches_are_merged_as_if_they_had_been_one() -> None:
     assert ReducedMetrics.of([first, second]).figures == pytest.approx(TOGETHER)
     assert ReducedMetrics.of([first]).figures == pytest.approx(FIRST_ALONE)
     assert second.figures["mean"] == 5.0, "what was merged in is left as it was"
-
-
-def test_micro_batches_are_measured_as_if_they_had_been_one() -> None:
-    metric_sums = MetricSums()
-    for values, mask in (FIRST, SECOND):
-        v, m = torch.tensor(values), torch.tensor(mask)
-        metric_sums.total("sum", v.sum())
-        metric_sums.mean("mean", v, m)
-        metric_sums.lowest("of/min", v, m)
-    metric_sums.highest("of/max", v, m)
-    assert metric_sums.reduced(ALONE).figures == pytest.approx(TOGETHER)
-
-
-def test_two_processes_find_what_one_would() -> None:
-    for found in reduced_by_two(tally_of(*FIRST), tally_of(*SECOND)):
-        assert found == pytest.approx(TOGETHER)
-    for found in reduced_by_two(tally_of(*SECOND), tally_of(*FIRST)):
-        assert found == pytest.approx(TOGETHER)
-
-
-def test_a_process_without_anything_to_measure_changes_nothing() -> None:
-    idle = tally_of([[7.0]], [[0.0]])
-    for found in reduced_by_two(tally_of(*FIRST), idle):
-        assert found == pytest.approx(FIRST_ALONE | {"sum": 23.0})
 
 
 def test_a_mean_over_nothing_is_no_number() -> None:

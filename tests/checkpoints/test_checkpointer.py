@@ -6,11 +6,9 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,9 +36,8 @@ from grpo_cli.checkpoints.paths import (
 from grpo_cli.checkpoints.shards import Piece, PieceSavePlanner, Shards
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from tests import checkpointing, disks, programs
+from tests import checkpointing, programs
 from tests.checkpointing import same, whole
-from tests.programs import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -104,6 +101,21 @@ def save(
     return saver.wait()
 
 
+Saved = Callable[..., Path]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tokenizer: Tokenizer, saver: Checkpointer) -> Saved:
+    """Saves the checkpoint of a step, which must succeed; returns its path."""
+
+    def save_step(step: int, parts: Parts, state: dict[str, Any] | None = None, **how: Any) -> Path:
+        path = checkpoint_path(tmp_path, step)
+        assert save(saver, path, parts, tokenizer, state, **how) is None
+        return path
+
+    return save_step
+
+
 def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
     empty(tmp_path, 1, 2, 3)
     checkpointer.prune(tmp_path, 1, None, in_use={checkpoint_path(tmp_path, 1)})
@@ -112,32 +124,15 @@ def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
     assert steps_saved(tmp_path) == [3]
 
 
-def test_an_edited_model_card_or_base_of_an_adapter_is_no_damage(
-    saver: Checkpointer, model: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    path = checkpoint_path(tmp_path, 1)
-    saver.save(path, trained(model), {}, "", tokenizer, with_model=True, card="# Card\n")
-    assert saver.wait() is None
-    assert (path / "README.md").read_text() == "# Card\n"
-    (path / "README.md").write_text("# My words\n")
-    stored = json.loads((path / manifest.MANIFEST).read_text())
-    assert "README.md" not in stored["files"]
-    assert manifest.verify(path) is None
-    (path / "config.json").write_text("{}")
-    assert "config.json" in (manifest.verify(path) or "")
-
-
 def empty(folder: Path, *steps: int) -> None:
     for step in steps:
         checkpoint_path(folder, step).mkdir(parents=True)
 
 
-def test_a_checkpoint_gives_back_all_it_was_given(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
-    parts, path = trained(model), checkpoint_path(tmp_path, 3)
+def test_a_checkpoint_gives_back_all_it_was_given(model: PreTrainedModel, saved: Saved) -> None:
+    parts = trained(model)
     state = {"run": {"step": 3, "best": None, "metrics": {"a": 0.5}}, "rng": torch.arange(3)}
-    assert save(saver, path, parts, tokenizer, state) is None
+    path = saved(3, parts, state)
     found = checkpointer.load_state(path)
     assert found["run"] == state["run"]
     assert torch.equal(found["rng"], torch.arange(3))
@@ -233,14 +228,9 @@ def test_what_a_save_under_way_takes_yet(
 
 
 def test_reading_a_checkpoint_is_no_stall(
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    saver: Checkpointer,
-    monkeypatch: pytest.MonkeyPatch,
+    model: PreTrainedModel, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoint_path(tmp_path, 1)
-    assert save(saver, path, trained(model), tokenizer) is None
+    path = saved(1, trained(model))
     touched: list[bool] = []
     monkeypatch.setattr(heartbeat, "touch", lambda: touched.append(True))
     assert manifest.verify(path) is None
@@ -264,10 +254,9 @@ def test_a_save_waits_for_the_one_before(
 
 
 def test_a_plain_checkpoint_is_a_model_folder(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saved: Saved
 ) -> None:
-    path = checkpoint_path(tmp_path, 3)
-    assert save(saver, path, trained(model), tokenizer, plain=True) is None
+    path = saved(3, trained(model), plain=True)
     assert is_model(path)
     loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
     assert all(torch.equal(loaded[k], v) for k, v in model.state_dict().items())
@@ -277,19 +266,16 @@ def test_a_plain_checkpoint_is_a_model_folder(
     assert ours == theirs
 
 
-def test_a_checkpoint_that_is_not_plain_keeps_what_an_export_needs(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
+def test_without_a_model_folder_an_export_has_what_it_needs(
+    model: PreTrainedModel, saved: Saved
 ) -> None:
-    path = checkpoint_path(tmp_path, 3)
-    assert save(saver, path, trained(model), tokenizer) is None
+    path = saved(3, trained(model))
     assert [p.name for p in path.iterdir()] == ["training"]
     names = {p.name for p in (path / "training" / "model").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= names
 
 
-def test_every_kind_of_tensor_comes_back(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
+def test_every_kind_of_tensor_comes_back(model: PreTrainedModel, saved: Saved) -> None:
     model.scale = nn.Parameter(torch.tensor(2.5))
     model.narrow = nn.Parameter(torch.randn(3, 5).to(torch.bfloat16))
     model.turned = nn.Parameter(torch.randn(4, 6).T)
@@ -301,10 +287,9 @@ def test_every_kind_of_tensor_comes_back(
     for name in ("scale", "narrow", "turned", "nothing"):
         getattr(model, name).grad = torch.ones_like(getattr(model, name))
     optimizer.step()
-    path = checkpoint_path(tmp_path, 1)
     parts = Parts(model, optimizer)
     expected = whole(parts)
-    assert save(saver, path, parts, tokenizer) is None
+    path = saved(1, parts)
     stored = Shards(path)
     names = stored.names("model")
     assert {"scale", "narrow", "turned", "nothing", "frozen", "count"} <= set(names)
@@ -330,13 +315,10 @@ def test_every_kind_of_tensor_comes_back(
     live.optimizer.step()
 
 
-def test_moments_that_were_not_saved_are_gone_after_a_load(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
-    path = checkpoint_path(tmp_path, 0)
+def test_moments_that_were_not_saved_are_gone(model: PreTrainedModel, saved: Saved) -> None:
     parts = trained(model, steps=0)
     start = whole(parts)
-    assert save(saver, path, parts, tokenizer) is None
+    path = saved(0, parts)
     moved = trained(copy.deepcopy(model))
     p = moved.model.get_input_embeddings().weight
     moved.optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)  # of another setting
@@ -345,16 +327,13 @@ def test_moments_that_were_not_saved_are_gone_after_a_load(
     assert same(whole(moved), start)
 
 
-def test_a_reference_is_kept_where_it_has_moved(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
+def test_a_reference_is_kept_where_it_has_moved(model: PreTrainedModel, saved: Saved) -> None:
     parts = trained(model)
-    still, moved = checkpoint_path(tmp_path, 1), checkpoint_path(tmp_path, 2)
-    assert save(saver, still, parts, tokenizer) is None
+    still = saved(1, parts)
     parts.reference = copy.deepcopy(model)
     with torch.no_grad():
         parts.reference.get_input_embeddings().weight.mul_(2)
-    assert save(saver, moved, parts, tokenizer) is None
+    moved = saved(2, parts)
     assert not checkpointer.has_reference(still)
     assert checkpointer.has_reference(moved)
     other = fresh(model)
@@ -367,11 +346,8 @@ def test_a_reference_is_kept_where_it_has_moved(
     assert not same(other.reference.state_dict(), other.model.state_dict())
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
-    path = checkpoint_path(tmp_path, 1)
-    assert save(saver, path, trained(model), tokenizer) is None
+def test_a_checkpoint_of_another_model_is_refused(model: PreTrainedModel, saved: Saved) -> None:
+    path = saved(1, trained(model))
     wider, more, less = (copy.deepcopy(model) for _ in range(3))
     wider.model.norm.weight = nn.Parameter(torch.ones(48))
     more.extra = nn.Parameter(torch.ones(1))
@@ -385,27 +361,23 @@ def test_a_checkpoint_of_another_model_is_refused(
             checkpointer.load(path, Parts(other, torch.optim.AdamW(other.parameters())))
 
 
-def test_a_half_written_checkpoint_is_ignored_and_written_anew(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
+def test_a_half_written_checkpoint_is_written_anew(
+    tmp_path: Path, model: PreTrainedModel, saved: Saved
 ) -> None:
     empty(tmp_path, 2)
     partial = tmp_path / "checkpoints" / "step-4.tmp"
     partial.mkdir()
     (partial / "left-over").touch()
     assert steps_saved(tmp_path) == [2]
-    path = checkpoint_path(tmp_path, 4)
-    assert save(saver, path, trained(model), tokenizer) is None
+    path = saved(4, trained(model))
     assert steps_saved(tmp_path) == [2, 4]
     assert not partial.exists()
     assert not (path / "left-over").exists()
 
 
-def test_the_same_name_again_replaces_its_checkpoint(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
-    path = checkpoint_path(tmp_path, 3)
-    assert save(saver, path, trained(model), tokenizer) is None
-    assert save(saver, path, trained(model), tokenizer, {"step": "again"}) is None
+def test_the_same_name_replaces_its_checkpoint(model: PreTrainedModel, saved: Saved) -> None:
+    saved(3, trained(model))
+    path = saved(3, trained(model), {"step": "again"})
     assert checkpointer.load_state(path) == {"step": "again"}
     assert [p.name for p in path.parent.iterdir()] == ["step-3"]
     assert manifest.verify(path) is None
@@ -428,18 +400,17 @@ def test_a_replacement_that_was_killed_is_undone(tmp_path: Path, new_is_there: b
     assert kept == ("new" if new_is_there else "old")
 
 
-def test_an_old_checkpoint_stays_if_its_replacement_cannot_be_named(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
+def test_a_failed_replacement_leaves_the_old_one(
+    tmp_path: Path, model: PreTrainedModel, saved: Saved
 ) -> None:
-    path = checkpoint_path(tmp_path, 3)
-    assert save(saver, path, trained(model), tokenizer) is None
+    path = saved(3, trained(model))
     with pytest.raises(FileNotFoundError):
         checkpointer.give_name(tmp_path / "no-such-folder", path)
     assert manifest.verify(path) is None
 
 
 def test_what_follows_a_checkpoint_happens_once_it_has_its_name(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer, lines: Any
+    tmp_path: Path, model: PreTrainedModel, saved: Saved, lines: list[str]
 ) -> None:
     path, seen = checkpoint_path(tmp_path, 3), []
 
@@ -447,7 +418,7 @@ def test_what_follows_a_checkpoint_happens_once_it_has_its_name(
         seen.append((path.exists(), manifest.verify(path)))
         raise OSError("no such luck")
 
-    assert save(saver, path, trained(model), tokenizer, done=prune_badly) is None
+    saved(3, trained(model), done=prune_badly)
     assert seen == [(True, None)]
     assert lines == ["checkpoint step-3 is written, but then: no such luck"]
 
@@ -476,8 +447,14 @@ def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with disks.small(tmp_path / "disk", "2m") as folder:
-        yield folder
+    """A file system of 2 MiB; the test is skipped where nobody may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("looked", [True, False])
@@ -573,110 +550,21 @@ def test_the_oldest_checkpoint_goes_first_on_a_disk_that_holds_no_more(
     assert len(failed) == 4 - steps[-1]
 
 
-@pytest.mark.programs
-def test_a_process_killed_while_it_writes_leaves_the_checkpoints_before(
-    tmp_path: Path, model: PreTrainedModel, workers: Workers, lines: list[str]
+def test_an_index_that_would_run_code_is_refused(
+    model: PreTrainedModel, saved: Saved, tmp_path: Path
 ) -> None:
-    child = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.checkpoints.test_checkpointer import save_on; save_on({str(tmp_path)!r})",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    folder, deadline = tmp_path / "checkpoints", time.monotonic() + 90
-    written = "step-*.tmp/training/shards/*.distcp"
-    while len(steps_saved(tmp_path)) < 2 or not list(folder.glob(written)):
-        assert time.monotonic() < deadline, "nothing is being written"
-        assert child.poll() is None
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    found = [checkpoint_path(tmp_path, step) for step in reversed(steps_saved(tmp_path))]
-    assert checkpointer.choose(found, workers, lines.append) == found[0]
-    assert lines == []
-    checkpointer.prune(tmp_path, 1, None)
-    assert [p.name for p in folder.iterdir()] == [found[0].name]
-
-
-def save_on(folder: str) -> None:
-    """Saves one checkpoint after the other, until it is killed."""
-    saver = Checkpointer(Workers("cpu"), print)
-    parts = trained(checkpointing.make_model(0))
-    for step in range(10_000):
-        save(saver, checkpoint_path(Path(folder), step), parts, checkpointing.TOKENIZER)
-
-
-# ---- the choice of one to go on from
-
-
-@pytest.fixture
-def two(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> list[Path]:
-    """Two checkpoints, the newest first."""
-    paths = [checkpoint_path(tmp_path, step) for step in (40, 20)]
-    for path in paths:
-        assert save(saver, path, trained(model), tokenizer, plain=True) is None
-    return paths
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-SHARD = "training/shards/__0_0.distcp"
-
-
-@pytest.mark.parametrize(
-    ("damage", "name", "said"),
-    [
-        (cut, SHARD, f"{SHARD}: "),
-        (flip, "training/shards/.metadata", ".metadata: its contents have changed"),
-        (flip, "model.safetensors", "model.safetensors: its contents have changed"),
-        (Path.unlink, "training/state.pt", "state.pt: missing"),
-        (Path.unlink, "training/manifest.json", "manifest.json: missing"),
-    ],
-)
-def test_a_damaged_checkpoint_is_skipped(
-    two: list[Path],
-    workers: Workers,
-    lines: list[str],
-    damage: Callable[[Path], None],
-    name: str,
-    said: str,
-) -> None:
-    assert checkpointer.choose(two, workers, lines.append) == two[0]
-    assert lines == []
-    damage(two[0] / name)
-    assert checkpointer.choose(two, workers, lines.append) == two[1]
-    (line,) = lines
-    assert line.startswith("checkpoints/step-40 is damaged (")
-    assert said in line
-    assert line.endswith("): skipped")
-    assert two[0].is_dir(), "left for its owner to look at"
-    damage(two[1] / name)
-    assert checkpointer.choose(two, workers, lines.append) is None
-
-
-def test_an_index_that_would_run_code_is_refused(two: list[Path], tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    (two[0] / "training" / "shards" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    path = saved(1, trained(model))
+    index = path / "training" / "shards" / ".metadata"
+    index.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(pickle.UnpicklingError, match="mkdir"):
-        Shards(two[0])
-    (two[0] / "training" / "shards" / ".metadata").write_bytes(b"cthis\nd\n.")
+        Shards(path)
+    index.write_bytes(b"cthis\nd\n.")
     with pytest.raises(pickle.UnpicklingError, match=r"this\.d"):
-        Shards(two[0])
+        Shards(path)
     assert "this" not in sys.modules, "importing runs code, too"
     assert not (tmp_path / "evil").exists()
 

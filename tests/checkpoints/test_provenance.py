@@ -24,6 +24,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import OF_TRAINING, without_unread_data
 from grpo_cli.scoring import registry
 from grpo_cli.training import build, prepare
+from tests.tables import rows_of
 
 ATTACK = {"stmt": "__import__('os').system('touch pwned')", "number": 1}
 TIMEIT = {"function": "timeit:timeit", "args": ATTACK}
@@ -70,66 +71,8 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     return found
 
 
-ASKS: dict[str, tuple[dict[str, Any], str]] = {
-    "mcp": ({"environment__mcp": 'bash -c "id > PWNED"'}, "environment.mcp = bash"),
-    "environment": ({"environment__path": "ck.evil:Env"}, "environment.path = ck.evil:Env"),
-    "by name": ({"environment__by_name": {"a": "ck.evil:E"}}, "environment.by_name.a = ck.evil:E"),
-    "tools": ({"tools": {"t": "ck.evil:tool"}}, "tools.t = ck.evil:tool"),
-    "rollout": ({"rollout": "ck.evil:roll"}, "rollout = ck.evil:roll"),
-    "callback": ({"callbacks": {"c": {"path": "ck.evil:C"}}}, "callbacks.c.path = ck.evil:C"),
-    "package": ({"dataset__eval": "pkg://this/x.jsonl"}, "dataset.eval = pkg://this/x.jsonl"),
-    "outside": ({"dataset__eval": "/etc/passwd"}, "dataset.eval = /etc/passwd"),
-    "relative": ({"dataset__eval": "../x.jsonl"}, "dataset.eval = ../x.jsonl"),
-    "loader": ({"dataset__eval": "json"}, "dataset.eval = json"),
-    "held out": ({"dataset__held_out": {"h": {"data": "~/x.csv"}}}, "dataset.held_out.h.data = ~"),
-    "mixture": ({"dataset__mixture": {"m": {"data": "data/*"}}}, "dataset.mixture.m.data = data/*"),
-    "template": ({"model__chat_template": "/etc/hosts"}, "model.chat_template = /etc/hosts"),
-    "no path": ({"model__chat_template": "x" * 300}, "model.chat_template = xxx"),
-    "policy": ({"loss__policy": "timeit:timeit"}, "loss.policy = timeit:timeit"),
-    "rule": ({"advantage__rule": "timeit:timeit"}, "advantage.rule = timeit:timeit"),
-    "optimizer": ({"optimizer__algorithm": "a:B"}, "optimizer.algorithm = a:B"),
-    "adapter": ({"adapter__path": "/home/me/adapter"}, "adapter.path = /home/me/adapter"),
-    "tracker": ({"tracking__backend": ["wandb"]}, "tracking.backend = ['wandb']"),
-    "hub": ({"hub__repo": "a/b"}, "hub.repo = a/b"),
-    "reward": ({"reward": {"x": TIMEIT}}, "reward.x.function = timeit:timeit"),
-    "name": ({"reward": {"timeit:timeit": {"args": ATTACK}}}, "timeit:timeit.function = timeit:"),
-    "dots": ({"reward": {"x.args": TIMEIT}}, "reward.x.args.function = timeit:timeit"),
-    "helper": ({"reward__math__function": "grpo_cli.rewards.judge:_client"}, "judge:_client"),
-    "judge": ({"reward__math__function": "judge"}, "reward.math.function = judge"),
-    "reward model": (
-        {"reward": {"reward_model": {"args": {"model": "/m", "trust_remote_code": True}}}},
-        "reward.reward_model.args.model = /m",
-    ),
-    "benchmark": (
-        {"benchmark": {"own": {"data": "a/b", "reward": "timeit:timeit", "args": ATTACK}}},
-        "benchmark.own.reward = timeit:timeit",
-    ),
-    "problems": ({"benchmark": {"own": {"data": "/x.jsonl"}}}, "benchmark.own.data = /x.jsonl"),
-    "remote code": ({"model__trust_remote_code": True}, "model.trust_remote_code = true"),
-    "model's files": ({"model__args": {"cache_dir": "/x"}}, "model.args.cache_dir = /x"),
-    "engine": ({"generation__engine": "timeit:timeit"}, "generation.engine = timeit:timeit"),
-    "servers": ({"generation__vllm__servers": ["http://a:1"]}, "generation.vllm.servers = ['http"),
-    "schema's file": ({"generation__vllm__json_schema": "/x"}, "generation.vllm.json_schema = /x"),
-    "engine arguments": (
-        {"generation__vllm__engine_args": {"worker_cls": "a.B"}},
-        "generation.vllm.engine_args.worker_cls = a.B",
-    ),
-    "sandbox": ({"reward__math__args": {"guards": "limits"}}, "reward.math.args.guards = limits"),
-    "programs": ({"generation__tools__guards": "limits"}, "generation.tools.guards = limits"),
-    "kernel of the hub": (
-        {"model__attn_implementation": "some/kernel"}, "model.attn_implementation = some/kernel",
-    ),
-    "variable": ({"dataset__prompt": "${oc.env:HOME}"}, "dataset.prompt = ${oc.env:HOME}"),
-    "reference": (
-        {"description": "limits", "reward__math__args": {"pattern": "${description}"}},
-        "reward.math.args.pattern = ${description}",
-    ),
-    "hydra": ({"hydra": {"job": {"env_set": {"PWNED": "1"}}}}, "hydra"),
-    "defaults": (
-        {"defaults": ["schema", "_self_", {"override hydra/launcher": "x"}]}, "hydra/launcher",
-    ),
-    "no defaults": ({"defaults": ["schema"]}, "defaults"),
-}  # fmt: skip
+# What a recipe may ask for, and the words in which it is named.
+ASKS = {row["name"]: (row["changes"], row["said"]) for row in rows_of(__file__, "asks.jsonl")}
 
 
 def asked(path: Path, *given: str) -> list[str]:

@@ -24,15 +24,6 @@ def seen(
     return Seen.of(stall_diagnosis.status_message(number, state, done=False).encode(), NOW - age)
 
 
-def test_what_is_told_is_what_is_seen() -> None:
-    state = State("reward", 7, 1.5, True, 2.5)
-    found = Seen.of(stall_diagnosis.status_message(4, state, done=True).encode(), 10.0)
-    assert (found.state, found.done, found.at) == (state, True, 10.0)
-    assert found.beaten == 8.5
-    assert found.doing == "reward of step 7"
-    assert seen("start", step=None).doing == "start"
-
-
 def test_who_is_silent() -> None:
     running = {0: seen("update"), 1: seen("reward", age=20.0), 2: seen("update", age=5.0)}
     assert stall_diagnosis.silent(running, NOW, 5.0) == [1], "5 s are not yet more than 5 s"

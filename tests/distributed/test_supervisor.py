@@ -1,7 +1,6 @@
 """One process fails: all end soon, with its name as the last word; a stall names the slowest."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -85,17 +84,6 @@ def test_a_good_end_is_quiet(tmp_path: Path, mode: str) -> None:
     if mode == "none":
         assert {p.name for p in (tmp_path / "logs").iterdir()} == {"misdeed", "rank-1.log"}
         assert "misdeed" in log(tmp_path, 1), "what another than the first prints is in its log"
-
-
-@pytest.mark.slow
-def test_the_sigterm_that_follows_a_failure_is_no_request_to_stop(tmp_path: Path) -> None:
-    with waiting(tmp_path, tmp_path / "never", processes=3) as job:
-        os.kill(ready(tmp_path, 3)[1], signal.SIGKILL)
-        screen, _ = job.communicate(timeout=PATIENCE)
-    assert "closing signal SIGTERM" in screen
-    assert "was told of" not in screen
-    (line,) = told(screen)
-    assert f"process 1 on {NODE} is gone" in line
 
 
 @pytest.mark.programs
@@ -291,47 +279,11 @@ def alone(tmp_path: Path) -> Iterator[supervisor.Supervisor]:
     eye.close()  # or its thread would end this process, which has failed
 
 
-def test_what_torchrun_is_told(
-    alone: supervisor.Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    heartbeat.at("reward", 3)
-    error = ValueError("no")
-    alone.report(error)
-    alone.report(error)  # a second time does nothing
-    assert alone.has_failed
-    assert alone.failure is not None
-    text = "step 3, reward: ValueError: no"
-    assert alone.failure.text == text
-    said = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert said["message"] == said["extraInfo"]["py_callstack"] == text
-    assert abs(int(said["extraInfo"]["timestamp"]) - time.time()) < 60
-    assert log(tmp_path, 0).count("ValueError: no") == 1
-
-
 def test_one_process_tells_itself_of_a_signal(alone: supervisor.Supervisor) -> None:
     assert alone.stop_signal is None
     alone.send_stop(signal.SIGUSR1)
     alone.send_stop(signal.SIGTERM)
     assert alone.stop_signal == signal.SIGUSR1, "the first one counts"
-
-
-def test_a_beat_is_cheap_and_a_stage_is_one() -> None:
-    heartbeat.at("generate", 7)
-    first = heartbeat.state()
-    assert (first.stage, first.step, first.waiting) == ("generate", 7, False)
-    with heartbeat.inside("reward"), heartbeat.waiting():
-        assert heartbeat.state()[:2] == ("reward", 7)
-        assert heartbeat.state().waiting
-    assert heartbeat.state()[0] == "generate"
-    assert not heartbeat.state().waiting
-    time.sleep(0.02)
-    assert heartbeat.state().quiet >= 0.02
-    heartbeat.beat()
-    assert heartbeat.state().quiet < heartbeat.state().inside
-    with pytest.raises(ValueError, match="x"), heartbeat.inside("weights"):
-        raise ValueError("x")
-    assert heartbeat.state().stage == "weights", "where it failed is where it stands"
 
 
 def test_nobody_leaves_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,61 +297,6 @@ def test_nobody_leaves_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch)
         assert heartbeat.state().quiet < 60
         monkeypatch.setattr(heartbeat, "_beaten", time.monotonic() - 3600)
     assert heartbeat.state().quiet < 60
-
-
-@pytest.fixture
-def still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[supervisor.Supervisor]:
-    """A supervisor with a stall limit of 10 seconds, whose polls are the test's."""
-    monkeypatch.setattr(supervisor.Supervisor, "_run", lambda self: None)
-    eye = supervisor.Supervisor(0, 1, tmp_path, 10 / 60)
-    yield eye
-    eye.close()
-
-
-def test_the_thread_of_the_supervisor_does_not_leave(
-    still: supervisor.Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "leave", lambda: True)
-    monkeypatch.setattr(heartbeat, "_beaten", time.monotonic() - 3600)
-    still._polled_at = time.monotonic() - 3600  # it was suspended
-    still._poll()
-    assert heartbeat.state().quiet < 60
-
-
-def test_a_run_may_be_silent_for_longer_before_its_first_step(
-    still: supervisor.Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    declared: list[str] = []
-    monkeypatch.setattr(still, "_report_other", lambda failure: declared.append(failure.text))
-    for stage, silent in (("start", 30.0), ("start", 50.0), ("generate", 9.0), ("generate", 11.0)):
-        heartbeat.at(stage)
-        now = time.monotonic()
-        monkeypatch.setattr(heartbeat, "_beaten", now - silent)
-        still._look_for_stall(now, 10.0)
-    assert [text.partition(":")[0] for text in declared] == ["stalled for 40 s", "stalled for 10 s"]
-
-
-def test_a_checkpoint_that_is_being_written_puts_off_the_end_for_so_long(
-    still: supervisor.Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(still, "_exit", ended.append)
-    eye, now = still, time.monotonic()
-    eye._failed_at, eye._leave_at = now - 16, now - 1
-    eye.is_saving = lambda: True
-    eye._end_if_due()
-    assert not ended
-    assert eye._leave_at == pytest.approx(now + 4, abs=1), "20 s after the failure at the latest"
-    eye._failed_at, eye._leave_at = now - 10, now - 1
-    eye._end_if_due()
-    assert not ended
-    assert eye._leave_at == pytest.approx(now + 5, abs=1), "time to close what it holds"
-    eye._failed_at, eye._leave_at = now - 21, now - 1
-    eye._end_if_due()
-    assert len(ended) == 1
-    eye._failed_at, eye._leave_at, eye.is_saving = now, now - 1, lambda: False
-    eye._end_if_due()
-    assert len(ended) == 2, "nothing to wait for"
 
 
 def test_where(monkeypatch: pytest.MonkeyPatch) -> None:

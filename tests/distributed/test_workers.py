@@ -66,12 +66,11 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
 
 # One process has nothing to do.
 IDLE = ["prompts_per_step=1", "dataset.eval=null", "eval.every=0"]
+COVARIANCE = ["loss=clip_cov", "loss.args.cov_low=0", "loss.args.cov_share=0.2"]
 DYNAMIC_SAMPLING = [
     "generation.dynamic_sampling=true",
     "reward.evens.function=tests.training.test_train:is_longest",
-    "loss=clip_cov",
-    "loss.args.cov_low=0",
-    "loss.args.cov_share=0.2",
+    *COVARIANCE,
     "loss.top_entropy=0.5",
     "loss.beta=0.05",
     "loss.kl_target=1e-3",
@@ -79,33 +78,47 @@ DYNAMIC_SAMPLING = [
 ]
 
 
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "two": (2, ["loss=dapo"]),
+    "three, off-policy": (3, ["loss=grpo", "update.minibatches=2"]),
+    "idle": (2, [*IDLE, *COVARIANCE, "loss.beta=0.1"]),
+    "three, dynamic sampling": (3, DYNAMIC_SAMPLING),
+    "shares": (
+        3,
+        [
+            "distributed=fsdp2",
+            "loss=grpo",
+            "update.minibatches=2",
+            "loss.beta=0.1",
+            "loss.reference_every=2",
+            "loss.reference_alpha=0.5",
+            "model.gradient_checkpointing=true",
+            "checkpoint.every=2",
+        ],
+    ),
+    "shares, idle": (
+        2,
+        ["distributed=fsdp2", "distributed.reshard_after_forward=false", "loss=dapo", IDLE[0]],
+    ),
+    "shares, dynamic sampling": (2, ["distributed=fsdp2", *DYNAMIC_SAMPLING]),
+}
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("processes", "overrides"),
-    [
-        pytest.param(2, ["loss=dapo"], id="two"),
-        *(
-            pytest.param(processes, overrides, id=name, marks=pytest.mark.slow)
-            for name, processes, overrides in (
-                ("three-off-policy-kl", 3, ["loss=grpo", "update.minibatches=2"]),
-                ("idle-kl", 2, [*IDLE, "loss=dapo", "loss.beta=0.1"]),
-                (
-                    "idle-cov",
-                    2,
-                    [*IDLE, "loss=clip_cov", "loss.args.cov_low=0", "loss.args.cov_share=0.2"],
-                ),
-                ("three-dynamic-sampling", 3, DYNAMIC_SAMPLING),
-            )
-        ),
-    ],
+    "name", ["two", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RUNS][1:])]
 )
-def test_processes_do_not_change_the_run(
-    tmp_path: Path, processes: int, overrides: list[str]
-) -> None:
-    for number in (1, processes):
-        done = launch(tmp_path, number, *overrides)
+def test_processes_do_not_change_the_run(tmp_path: Path, name: str) -> None:
+    processes, words = RUNS[name]
+    alone = [word for word in words if not word.startswith("distributed")]
+    for number, own in ((1, alone), (processes, words)):
+        done = launch(tmp_path, number, *own)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(tmp_path, processes)
+    # A checkpoint is a model folder, and does not tell how the model was divided.
+    for file in ("config.json", "generation_config.json"):
+        one, many = ((tmp_path / str(n) / "checkpoints/step-5" / file) for n in (1, processes))
+        assert many.read_text() == one.read_text(), file
 
 
 def assert_same_run(folder: Path, processes: int) -> None:
@@ -132,61 +145,6 @@ def assert_same_run(folder: Path, processes: int) -> None:
             for key in ("advantage", "sampling_logprobs"):
                 row[key] = pytest.approx(row[key], rel=1e-4, abs=1e-5)
         assert of_many == of_one, file.name
-
-
-# Runs with a share of the model on each process.
-SHARDED = {
-    "two": (2, ["loss=dapo"]),
-    "three-off-policy-kl-reference": (
-        3,
-        [
-            "loss=grpo",
-            "update.minibatches=2",
-            "loss.beta=0.1",
-            "loss.reference_every=2",
-            "loss.reference_alpha=0.5",
-            "model.gradient_checkpointing=true",
-            "checkpoint.every=2",
-        ],
-    ),
-    "an-idle-process": (
-        2,
-        ["prompts_per_step=1", "loss=dapo", "distributed.reshard_after_forward=false"],
-    ),
-    "two-dynamic-sampling": (2, DYNAMIC_SAMPLING),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SHARDED])
-def test_sharding_does_not_change_the_run(tmp_path: Path, name: str) -> None:
-    processes, overrides = SHARDED[name]
-    given = [o for o in overrides if not o.startswith("distributed.")]
-    for number, own in ((1, given), (processes, ["distributed=fsdp2", *overrides])):
-        done = launch(tmp_path, number, *own)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_run(tmp_path, processes)
-    # A checkpoint is a model folder, and does not tell how the model was divided.
-    for file in ("config.json", "generation_config.json"):
-        one, many = ((tmp_path / str(n) / "checkpoints/step-5" / file) for n in (1, processes))
-        assert many.read_text() == one.read_text(), file
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_with_a_share_of_the_model_is_near(tmp_path: Path, precision: str) -> None:
-    for number, how in ((1, []), (2, ["distributed=fsdp2"])):
-        half = f"mixed_precision={precision}"
-        done = launch(tmp_path, number, "loss=dapo", half, *how)
-        assert done.returncode == 0, done.stdout + done.stderr
-    one, two = results(tmp_path, 1)[0], results(tmp_path, 2)[0]
-    assert len(one) == len(two) == 5
-    for a, b in zip(one, two, strict=True):
-        assert 0 < b["grad_norm"] < 10 * a["grad_norm"]
-        assert b["sampling/sampling_logp_difference/mean"] < 0.02
-        if "entropy" in a:
-            assert b["entropy"] == pytest.approx(a["entropy"], rel=0.1)
-        assert a.get("loss_scale") == b.get("loss_scale")
-        assert ("loss_scale" in b) == (precision == "fp16")
 
 
 @pytest.mark.slow

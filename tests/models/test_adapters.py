@@ -24,8 +24,9 @@ from grpo_cli.models import adapters, loading
 from grpo_cli.models.policy_logprobs import SIMPLEST, ForwardMode, PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference
 from tests.models.families import Family
+from tests.models.test_architectures import flat_gradient as gradient
 from tests.models.test_architectures import make
-from tests.models.test_policy_logprobs import gradient, make_rollouts, weighted
+from tests.models.test_policy_logprobs import make_rollouts, weighted
 
 pytest.importorskip("peft")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -106,10 +106,8 @@ def test_failing_backend_falls_back(model: PreTrainedModel) -> None:
     compiled, notes = notes_of(model, broken)
     assert not compiled.mode.compiled
     assert compiled.mode.packed
-    assert notes == [
-        f"note: not {FIRST} (torch.compile fails: no C++ compiler); instead "
-        f"{FIRST.removesuffix(', layers compiled')}"
-    ]
+    (note,) = notes
+    assert f"not {FIRST} (torch.compile fails: no C++ compiler); instead" in note
     compiled(make_rollouts(), 1.0)
     assert not any("forward" in vars(layer) for layer in fsdp.layers(model))
 

@@ -33,26 +33,19 @@ def folder(tmp_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     return tmp_path
 
 
-def without_a_weight(folder: Path) -> None:
-    weights = load_file(folder / FILE)
-    del weights[NAME]
-    save_file(weights, folder / FILE, {"format": "pt"})
+def with_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Returns what changes the weights that a folder holds."""
 
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / FILE)
+        change(weights)
+        save_file(weights, folder / FILE, {"format": "pt"})
 
-def with_a_nan(folder: Path) -> None:
-    weights = load_file(folder / FILE)
-    weights[NAME][3, 4] = torch.nan
-    save_file(weights, folder / FILE, {"format": "pt"})
+    return damage
 
 
 def cut_off(folder: Path) -> None:
     (folder / FILE).write_bytes((folder / FILE).read_bytes()[:100])
-
-
-def of_another_shape(folder: Path) -> None:
-    weights = load_file(folder / FILE)
-    weights[NAME] = weights[NAME][:-1].contiguous()
-    save_file(weights, folder / FILE, {"format": "pt"})
 
 
 def of_bert(folder: Path) -> None:
@@ -69,10 +62,13 @@ def test_a_complete_model_loads(folder: Path, model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (without_a_weight, f"it lacks the weights {NAME}"),
-        (with_a_nan, f"the weights of {NAME} are not finite"),
+        (with_weights(lambda w: w.pop(NAME)), f"it lacks the weights {NAME}"),
+        (
+            with_weights(lambda w: w[NAME][3, 4].fill_(torch.nan)),
+            f"the weights of {NAME} are not finite",
+        ),
         (cut_off, ""),  # safetensors' own words
-        (of_another_shape, ""),
+        (with_weights(lambda w: w.update({NAME: w[NAME][:-1].contiguous()})), ""),
         (shutil.rmtree, "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."),
         (of_bert, "a bert model reads in both directions and cannot generate"),
     ],

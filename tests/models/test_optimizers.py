@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
@@ -33,6 +34,16 @@ EVERY: dict[str, dict[str, Any]] = {
     SGD: {"momentum": 0.9},
     MINE: {"every": 2},
 }
+
+
+@pytest.fixture
+def wide(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with matrices that are large enough for 8 bits."""
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = nn.Linear(32, 160, bias=True)
+    mlp.gate_proj = nn.Linear(32, 160, bias=False)
+    mlp.down_proj = nn.Linear(160, 32, bias=False)
+    return model
 
 
 class Counting(torch.optim.Optimizer):

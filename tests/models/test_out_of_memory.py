@@ -12,14 +12,12 @@ from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.models.attention import Layout
 from grpo_cli.training import loop, run
 from tests.distributed.test_workers import launch, results
+from tests.models.test_memory import CPU_ALLOCATOR
 from tests.training.test_train import built, one_update, weights
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    "cpu": lambda: RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
-        "memory: you tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
-    ),
+    "cpu": lambda: RuntimeError(CPU_ALLOCATOR),
 }
 SAID = "note: out of memory: micro-batches of {} tokens from now on; the batch is done again"
 

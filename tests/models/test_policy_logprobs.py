@@ -22,6 +22,7 @@ from grpo_cli.models.policy_logprobs import (
 from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
 from tests.models.families import Family
+from tests.models.test_architectures import flat_gradient as gradient
 from tests.models.test_architectures import make
 
 QUICK, CHUNKED, PACKED = ForwardMode(True, True), ForwardMode(False, True), ForwardMode(True, False)
@@ -67,12 +68,6 @@ def by(model: PreTrainedModel, mode: ForwardMode, **settings: Any) -> PolicyLogp
     assert policy_logprobs.modes[0] == mode
     assert policy_logprobs.mode == SIMPLEST, "until it is checked"
     return policy_logprobs
-
-
-def gradient(model: PreTrainedModel, scalar: Tensor) -> Tensor:
-    model.zero_grad()
-    scalar.backward()  # type: ignore[no-untyped-call]
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def weighted(rows: Sequence[Tensor]) -> Tensor:
@@ -187,14 +182,6 @@ def odd_head(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def window(model: PreTrainedModel) -> PreTrainedModel:
-    return make(Family("mistral", settings={"sliding_window": 4})).double()
-
-
-def gemma2(model: PreTrainedModel) -> PreTrainedModel:
-    return make(Family("gemma2")).double()
-
-
 def scaled_logits(model: PreTrainedModel) -> PreTrainedModel:
     """One whose logits are not those of its head."""
     model.register_forward_hook(
@@ -216,8 +203,6 @@ DIFFER = "log-probabilities differ by "
     [
         (lambda model: model, QUICK, []),
         (in_training, CHUNKED, ["its attention has dropout"]),
-        (window, CHUNKED, ["its attention sees 4 tokens and no more"]),
-        (gemma2, CHUNKED, ["its attention has softcap"]),
         (heedless, CHUNKED, [NOT_PASSED_ON]),
         (eager, CHUNKED, []),
         (odd_head, PACKED, [ODD, ODD]),
@@ -295,6 +280,13 @@ def test_rollouts_longer_than_the_window(family: Family) -> None:
     for row, truth in zip(found, expected, strict=True):
         assert (row[: len(truth)] - truth).abs().max() < 1e-4
     assert not policy_logprobs.mode.packed
+
+
+def test_a_window_that_no_layer_has() -> None:
+    settings = SLIDING | {"layer_types": ["full_attention"] * 2}
+    policy_logprobs = PolicyLogprobs(make(Family("qwen2", settings)), say=pytest.fail)
+    policy_logprobs.check(make_rollouts([(9, [8, 6]), (2, [20])]), 1.0)
+    assert policy_logprobs.mode.packed
 
 
 @pytest.mark.parametrize(

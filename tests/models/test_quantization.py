@@ -176,20 +176,6 @@ def test_unsupported_uses_of_quantized_weights(folder: Path, name: str) -> None:
         adapters.attach(load(folder, "nf4"), adapters.config_of(adapter, "base", None), 0)
 
 
-def test_initialization_from_quantized_weights() -> None:
-    init = "pissa"
-    config = adapters.config_of(
-        Adapter(method="lora", args={"init_lora_weights": init}), "base", None
-    )
-    with pytest.raises(UserError, match=f"init_lora_weights = {init}: is made from the weights"):
-        adapters.check_init(config, f"adapter.args.init_lora_weights = {init}")
-    for fine in (True, "gaussian"):
-        config = adapters.config_of(
-            Adapter(method="lora", args={"init_lora_weights": fine}), "base", None
-        )
-        adapters.check_init(config, "adapter.args.init_lora_weights")
-
-
 def test_a_weight_that_is_not_finite(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan

@@ -17,11 +17,10 @@ from grpo_cli.models.routers import (
     balancing_coefficient,
     experts_per_token,
 )
-from tests.models.families import FAMILIES
+from tests.models.families import BY_NAME, FAMILIES
 from tests.models.test_architectures import flat_gradient, make, make_rollouts
 from tests.training.test_train import metrics, trained, weights
 
-BY_NAME = {str(f): f for f in FAMILIES}
 BALANCED = [str(f) for f in FAMILIES if f.balanced]
 OTHERS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "lfm2_moe", "kimi_linear"]
 

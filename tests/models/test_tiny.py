@@ -44,14 +44,6 @@ def test_solution_as_an_episode() -> None:
     assert tokenizer.decode(foreign) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_prompt_lists_the_tools_of_its_environment() -> None:
-    tokenizer = tiny.make_tokenizer(BUILD, [])
-    pairs = [tiny.Pair(USER, EPISODE[2:]), PAIR]
-    plain, with_tools = (r.prompt.ids for r in tiny.examples(tokenizer, pairs, encoder))
-    assert "multiply" not in tokenizer.decode(plain)
-    assert "multiply(a, b, note)" in tokenizer.decode(with_tools)
-
-
 def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """The labels of the tool's tokens reach the loss as ignored, those of the turns do not."""
     seen: list[list[int]] = []

@@ -11,8 +11,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.models.policy import LoadedModel
 from grpo_cli.training import build, loop, prepare
 from grpo_cli.training.run import Run
-from tests.training.test_interrupted import leaving_at, timeless
-from tests.training.test_train import built, metrics, recipe, trained, weights
+from tests.training.test_interrupted import leaving_at
+from tests.training.test_train import built, metrics, recipe, timeless, trained, weights
 
 pytestmark = pytest.mark.runs
 
@@ -45,18 +45,6 @@ def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     more = trained(tmp_path, output_dir=folders[1], epochs=1.5, resume="auto")
     assert more.state.step == 7
-
-
-def test_schedule_after_the_last_epoch_is_refused(
-    tmp_path: Path,
-) -> None:
-    changes = {
-        "loss__beta": 0.1,
-        "schedules": {"loss.beta": {"to": 0.2, "begin": 5, "shape": "jump"}},
-    }
-    with pytest.raises(UserError, match="must be < steps = 5"):
-        prepare.for_training(recipe(tmp_path, epochs=1.0, **changes))
-    prepare.for_training(recipe(tmp_path, epochs=1.3, **changes))
 
 
 def test_split_off_rows(tmp_path: Path) -> None:

@@ -24,7 +24,5 @@ def test_failed_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "read", fails)
     run, said = ended(tmp_path)
     ending.write_report(run)
-    assert said == [
-        f"{tmp_path}/report.html: not written (MemoryError: no room); "
-        f"grpo report {tmp_path} writes it"
-    ]
+    (line,) = said
+    assert f"not written (MemoryError: no room); grpo report {tmp_path} writes" in line

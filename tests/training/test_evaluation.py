@@ -3,37 +3,16 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Eval, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import settings
 from grpo_cli.training import evaluation, prepare
 from grpo_cli.training.run import State
 from tests.tables import table
 from tests.training.test_train import metrics, recipe, trained
-
-
-@table(
-    "config, step, expected",
-    [
-        ({"every": 2}, 0, True),
-        ({"every": 2}, 4, True),
-        ({"every": 2}, 5, False),
-        ({}, 8, True),  # the end
-    ],
-)
-def test_when_an_evaluation_is_due(config: dict[str, Any], step: int, expected: bool) -> None:
-    run: Any = SimpleNamespace(
-        recipe=Recipe(steps=8, eval=Eval(**config)),
-        state=State(step=step),
-        evaluator="there",
-        is_over=step == 8,
-    )
-    assert evaluation.is_due(run) == expected
 
 
 @table(

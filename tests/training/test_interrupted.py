@@ -1,6 +1,5 @@
 """A run that has to end in the middle of a step resumes there, and ends as the same run."""
 
-import re
 import signal
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.training import loop, resume
 from grpo_cli.training.run import Run
-from tests.training.test_train import built, metrics, trained, weights
+from tests.training.test_train import built, timeless, trained, weights
 
 HARD = {  # all that a step can keep: several updates, a moving KL, carried groups, dropout
     "generation__dynamic_sampling": True,
@@ -33,13 +32,6 @@ HARD = {  # all that a step can keep: several updates, a moving KL, carried grou
     "steps": 4,
 }
 IN_REWARD = {"loss__beta": 0.05, "loss__kl_in": "reward", "update__minibatches": 2, "steps": 3}
-
-
-def timeless(run: Run) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in m.items() if not re.search("time|per_second|mfu", k)}
-        for m in metrics(run)
-    ]
 
 
 def leaving_at(run: Run, call: int) -> None:

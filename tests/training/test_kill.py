@@ -6,7 +6,6 @@ Each draw has a seed, which a failure names: GRPO_KILL_SEED=N draws others.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import re
@@ -29,6 +28,7 @@ from grpo_cli.checkpoints.shards import Shards
 from tests import programs
 from tests.kill_harness import HANGS, entries
 from tests.programs import ROOT
+from tests.training.rollouts.test_stored_groups import same
 from tests.vision_models import picture
 
 pytestmark = pytest.mark.slow
@@ -222,19 +222,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(s).items() if not timed.search(k)} for s in lines]
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Equal to the bit, NaN to NaN."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float) and math.isnan(a):
-        return isinstance(b, float) and math.isnan(b)
-    return bool(a == b)
-
-
 def state(path: Path) -> dict[str, Any]:
     """The state in a checkpoint, but for what is measured."""
     found = checkpointer.load_state(path)
@@ -251,7 +238,7 @@ def differences(run: Path, straight: Path) -> list[str]:
     if [m["step"] for m in ours] != [m["step"] for m in theirs]:
         found.append(f"metrics are of the steps {[m['step'] for m in ours]}")
     for a, b in zip(ours, theirs, strict=False):
-        found += [f"step {b['step']}: {k}" for k in {*a, *b} if not alike(a.get(k), b.get(k))]
+        found += [f"step {b['step']}: {k}" for k in {*a, *b} if not same(a.get(k), b.get(k))]
     saved = paths.steps_saved(run)
     if saved[-1:] != [STEPS]:
         found.append(f"its checkpoints are {saved}")
@@ -259,7 +246,7 @@ def differences(run: Path, straight: Path) -> list[str]:
         found += [f"step-{step}: {what}" for what in _unlike(run, straight, step)]
     for path in sorted((straight / "completions").glob("*.parquet")):
         own = run / "completions" / path.name
-        if not (own.exists() and alike(completions(own), completions(path))):
+        if not (own.exists() and same(completions(own), completions(path))):
             found.append(f"completions/{path.name}")
     found += [p.name for p in run.glob("checkpoints/*") if p.name.endswith(".interrupted")]
     summary = json.loads((run / "summary.json").read_text())
@@ -291,7 +278,7 @@ def _unlike(run: Path, straight: Path, step: int) -> Iterator[str]:
         return
     yield from (n for n in shards.tensors if not torch.equal(shards.read(n), others.read(n)))
     a, b = state(own), state(other)
-    yield from (name for name in b if not alike(a[name], b[name]))
+    yield from (name for name in b if not same(a[name], b[name]))
 
 
 def assert_same(run: Path, straight: Path, seed: int) -> None:

@@ -161,15 +161,9 @@ def test_rows_refused_by_a_reward() -> None:
         "rows.jsonl", ["tests"], [{"tests": [test]} for test in tests], [2, 4, 6, 8, 9]
     )
     scorer = Scorer({"code": Reward(function="code")}, ["tests"], "rows.jsonl")
-    said = (
-        "rows.jsonl: 3 of 5 rows cannot be scored. row 4: reward.code: the tests use eval, which "
-        "can run what a program returns; row 6: reward.code: the test 'pass' tests nothing; row 9: "
-        "reward.code: the tests 'max(1) or min(2)' have no name that must be the program's; add "
-        "`from solution import NAME`. dataset.bad_rows=drop leaves such rows out."
-    )
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=r"bad_rows=drop leaves such rows out\.$") as raised:
         prepare.scorable(scorer, rows, Dataset())
-    assert str(raised.value) == said
+    assert raised.match(r"jsonl: 3 of 5 .* row 4: reward.code: .*; row 6: .*; row 9: .* have no n")
     kept = prepare.scorable(scorer, rows, Dataset(bad_rows="drop"))
     assert (kept.lines, list(kept.column("tests"))) == ([2, 8], [[tests[0]], [tests[3]]])
     alone = data.select_rows(rows, [2])

@@ -18,8 +18,6 @@ from grpo_cli.records import (
 )
 from grpo_cli.training.rollouts.credit import subtract_kl_from_rewards
 from grpo_cli.training.step_progress import StepBatch, StepProgress, from_state
-from tests.conftest import make_group, make_rollout
-from tests.episodes import make_episode
 from tests.training.rollouts.test_stored_groups import (
     make_groups,
     make_stream,
@@ -77,26 +75,6 @@ def test_step_round_trip() -> None:
     assert found.collected.groups[0].prompt is stream.prompt_at(6)
 
 
-def test_outcome_is_stored_without_the_kl() -> None:
-    """`loss.kl_in = reward` is taken off again by the step that goes on."""
-    work = make_work(make_stream())
-    plain = make_work(make_stream())
-    rollouts = [r for g in work.collected.groups for r in g.rollouts]
-    for r in rollouts:
-        r.old_logprobs = torch.zeros(len(r.completion.ids))
-        r.ref_logprobs = torch.full((len(r.completion.ids),), -0.25)
-    subtract_kl_from_rewards([r for r in rollouts if r.loss_tokens], "k1", beta=2.0)
-    penalized = 1.0 - 2 * 3 * 0.25
-    assert rollouts[0].outcome_reward == penalized, "or else nothing was taken off"
-
-    groups = found_again(work, make_stream()).collected.groups
-    for group, before in zip(groups, plain.collected.groups, strict=True):
-        for r, its in zip(group.rollouts, before.rollouts, strict=True):
-            assert same(r.outcome_reward, its.outcome_reward)
-            assert same(r.reward, its.reward)
-    assert rollouts[0].outcome_reward == penalized, "the run that is saved goes on with it"
-
-
 def test_missing_outcome_stays_missing() -> None:
     """A KL makes a number of it: with only steps rewarded there was none."""
     stream = make_stream()
@@ -132,20 +110,3 @@ def test_process_without_groups() -> None:
     step_stats: StepStats = make_work(make_stream()).collected.step_stats
     assert same(found.collected.step_stats, step_stats)
     assert all(isinstance(o, RolloutStats) for group in step_stats.values() for o in group)
-
-
-def test_episode_statistics_are_kept() -> None:
-    episode = make_episode(
-        (None, None),
-        calls_by_tool={"add": [2, 1, 0]},
-        env_rewards={"Guess": 1.0},
-        env_metrics={"wins": 1.0},
-        env_error="lost",
-        env_retries=1,
-    )
-    stats: StepStats = dict(rollout_stats([make_group(4, [episode, make_rollout()])]))
-    shared, _ = through_a_file((StepProgress(StepBatch([], stats, stats)).shared(), []))
-    found = from_state(shared, [], make_stream(), HOW)
-    assert found is not None
-    assert same(found.collected.sampled, stats)
-    assert found.collected.step_stats[4][0].episode is not None

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
@@ -21,7 +20,6 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Group
 from grpo_cli.reporting.stage_clock import Clock
@@ -114,6 +112,12 @@ def metrics(live: run.Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in live.reporter.metrics.path.read_text().splitlines()]
 
 
+def timeless(live: run.Run) -> list[dict[str, Any]]:
+    """The metrics that do not depend on the clock."""
+    timed = re.compile("time|per_second|mfu|seconds|overlap/")
+    return [{k: v for k, v in m.items() if not timed.search(k)} for m in metrics(live)]
+
+
 def weights(live: run.Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in live.policy.model.parameters()])
 
@@ -165,19 +169,6 @@ def test_reward_rises(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
 
 
-def test_micro_batches_leave_the_gradient_alone(tmp_path: Path) -> None:
-    loss = {"loss__beta": 0.1, "loss__normalize": "completions"}
-    whole, found = one_update(built(tmp_path, **loss, overwrite=True))
-    split, found_split = one_update(
-        built(tmp_path, **loss, overwrite=True, update__tokens_per_micro_batch=30)
-    )
-    assert any(g.abs().max() > 1e-3 for g in whole)
-    for a, b in zip(whole, split, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
-    for key, value in found.items():
-        assert found_split[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
-
-
 def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
     live = built(tmp_path)
     step = collect(live, live.recipe, Clock(CPU))
@@ -222,14 +213,8 @@ def test_metrics_and_summary(tmp_path: Path) -> None:
     assert summary["after"]["interval_95"][0] <= summary["after"]["accuracy"]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> run.Run:
-    """The run as it stands, once it is done."""
-    return trained(tmp_path_factory.mktemp("plain"))
-
-
-def test_on_policy_ratio_is_one(plain: run.Run) -> None:
-    for m in metrics(plain):
+def test_on_policy_ratio_is_one(tmp_path: Path) -> None:
+    for m in metrics(trained(tmp_path)):
         assert m["clip_ratio/region_mean"] == 0
         assert m["sampling/sampling_logp_difference/max"] < 1e-4
 
@@ -250,23 +235,6 @@ def test_kl_is_to_the_frozen_reference(tmp_path: Path) -> None:
     lines = metrics(trained(tmp_path, loss__beta=0.05, optimizer__learning_rate=5e-3))
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 1e-4
-
-
-def test_checkpoint_matches_the_generator(plain: run.Run) -> None:
-    prompts = [p for _, p in plain.queue.take_prompts(5)]
-    sampling = Sampling.of(plain.recipe.generation)
-    groups = plain.generator.generate(prompts, 3, sampling, list(range(5)))
-    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint_path(plain.folder, 4)).eval()
-    for prompt, group in zip(prompts, groups, strict=True):
-        for c in group:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt.ids + c.ids])).logits[
-                    0, len(prompt.ids) - 1 : -1
-                ]
-            expected = logits.log_softmax(-1)[range(len(c.ids)), c.ids]
-            torch.testing.assert_close(
-                torch.tensor(c.sampling_logprobs), expected, rtol=0, atol=1e-4
-            )
 
 
 @pytest.mark.parametrize(
@@ -313,12 +281,7 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
 
     resumed = trained(tmp_path, output_dir=str(tmp_path / "halted"), resume="auto", **changes)
     assert torch.equal(weights(resumed), weights(straight))
-    timeless = [
-        {k: v for k, v in m.items() if not re.search("time|per_second|mfu", k)}
-        for live in (resumed, straight)
-        for m in metrics(live)
-    ]
-    assert timeless[:4] == timeless[4:]
+    assert timeless(resumed) == timeless(straight)
 
 
 def test_without_a_largest_norm_nothing_is_clipped(tmp_path: Path) -> None:

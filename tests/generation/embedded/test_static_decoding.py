@@ -19,11 +19,9 @@ from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.engine import Engine
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import FallbackGraphs
-from grpo_cli.generation.embedded.static_decoding import column_bucket, row_bucket
 from grpo_cli.generation.sampling import Sampling, pick
 from grpo_cli.records import Completion, Prompt
 from tests.generation.embedded.test_direct_forward import CONFIGS, model_of
-from tests.tables import table
 
 PROMPTS = [Prompt.from_ids([5 + n, 6, 7, *range(8, 8 + n)]) for n in range(5)]
 LONG = Sampling(max_tokens=24)
@@ -209,22 +207,6 @@ def test_top_p_of_a_large_vocabulary_does_not_wait_for_the_device() -> None:
     assert torch.equal(found, torch.stack(pick(scores, sampling, uniforms)))
 
 
-@table(
-    "rows, bucket",
-    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (500, 504)],
-)
-def test_row_bucket(rows: int, bucket: int) -> None:
-    assert row_bucket(rows) == bucket
-
-
-@table(
-    "columns, most, bucket",
-    [(1, 500, 64), (65, 500, 96), (97, 500, 128), (129, 500, 192), (385, 500, 504), (9, 12, 16)],
-)
-def test_column_bucket(columns: int, most: int, bucket: int) -> None:
-    assert column_bucket(columns, most) == bucket
-
-
 class Failing:
     """Fails as the driver does when something cannot be captured."""
 
@@ -238,9 +220,8 @@ def test_failed_capture_falls_back() -> None:
     graphs = FallbackGraphs(failing, notes.append)
     for _ in range(2):
         assert_same(decoded(Engine(model, 15, graphs=graphs)), sample(model, None))
-    assert notes == [
-        "note: decoding step by step, without CUDA graphs (CUDA error: operation not permitted)"
-    ]
+    (note,) = notes
+    assert note.endswith("without CUDA graphs (CUDA error: operation not permitted)")
 
 
 @pytest.mark.parametrize("rule", [{"repetition_penalty": 1.2}, {"min_tokens": 3}])

@@ -17,8 +17,7 @@ from grpo_cli.generation.vllm import client, server_key
 from grpo_cli.generation.vllm.client import Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.records import Completion, Prompt
-from tests.conftest import as_scored
-from tests.fake_vllm import FakeVllm, Refused, serving, toy_completions, toy_logprobs
+from tests.fake_vllm import FakeVllm, Refused, serving, toy_completions
 
 CONFIG: dict[str, Any] = {"hidden_size": 32, "vocab_size": 259, "rope_theta": 1e4}
 PARAMS = sampling_params(Sampling(6), 3, [2], 5, None)
@@ -51,22 +50,6 @@ def generated(fake: FakeVllm, steps: Callable[[str], int] = lambda version: 0) -
 
 
 # Calls.
-
-
-@pytest.mark.parametrize(
-    ("happens", "timeout", "why"),
-    [
-        (lambda fake: fake.fail, 30, "answered 500: EngineCore encountered an issue."),
-        (lambda fake: fake.hang, 0.2, "no answer within 0.2 s."),
-        (lambda fake: fake.die, 30, "the connection broke ("),
-    ],
-    ids=["500", "hangs", "dies"],
-)
-def test_failure_names_the_call(fake: FakeVllm, happens: Any, timeout: float, why: str) -> None:
-    fake.faults["/health"] = happens(fake)
-    with pytest.raises(ServerLost) as error:
-        to(fake).call("/health", timeout=timeout)
-    assert str(error.value).startswith(f"server {fake.url}: /health failed: {why}")
 
 
 def test_refused_call(fake: FakeVllm) -> None:
@@ -169,13 +152,6 @@ def test_incomplete_group(fake: FakeVllm, drawn: Any, why: str) -> None:
     fake.complete = lambda ids, params: drawn
     with pytest.raises(ServerLost, match=why):
         generated(fake)
-
-
-def test_scores_of_rows(fake: FakeVllm) -> None:
-    rows = [[3, 4, 5], [9, 8], [7, 7, 7, 1]]
-    found = to(fake).score(as_scored(rows))
-    assert found == [toy_logprobs({"w": torch.tensor([1.0])}, row) for row in rows]
-    assert found[0] == pytest.approx([-1.04, -1.05])
 
 
 # Whether it lives, and until it does.

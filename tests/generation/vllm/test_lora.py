@@ -1,5 +1,6 @@
 """Which adapters vLLM can apply itself; every refusal names the other way."""
 
+import re
 from typing import Any
 
 import pytest
@@ -46,11 +47,9 @@ def test_supported_adapters(fields: dict[str, Any]) -> None:
     ids=str,
 )  # fmt: skip
 def test_unsupported_adapters(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError) as caught:
+    said = f"adapter.sync = adapter: {reason}; use adapter.sync=merge"
+    with pytest.raises(UserError, match=re.escape(said)):
         lora.check(config_of(**fields))
-    assert str(caught.value) == (
-        f"adapter.sync = adapter: {reason}; use adapter.sync=merge, which sends merged weights."
-    )
 
 
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (9, 16), (257, 320), (512, 512)])

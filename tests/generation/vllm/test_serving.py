@@ -31,6 +31,7 @@ from tests.vllm_engines import (
     SAMPLING,
     SEEDS,
     Serving,
+    assert_never_stale,
     difference,
     difference_of,
     grpo_train,
@@ -117,15 +118,7 @@ def test_never_stale(
         servers.folders[name], policy, [getattr(servers, name)], [], transfer=transfer
     )
     generator.update_weights(policy, 0)
-    for step in range(1, 6):
-        before = copy.deepcopy(policy)
-        move(policy, step)
-        metrics = generator.update_weights(policy, step)
-        groups = generator.generate(as_prompts(PROMPTS), 4, SAMPLING, SEEDS)
-        assert difference(policy, groups) < 1e-3
-        assert difference(before, groups) > 0.05
-        assert metrics["weights/check_difference"] < 1e-4
-        assert all(c.sampled_at == step for group in groups for c in group)
+    assert_never_stale(generator, policy)
     rollouts = played(generator, tokenizer)  # each goes on as soon as its environment has answered
     assert max(len(r.completion.model_turns) for r in rollouts) == 3
     assert difference_of(policy, rollouts) < 1e-3

@@ -10,9 +10,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
-from grpo_cli.algorithm.batch import Batch
-from grpo_cli.algorithm.loss import Coefficients, grpo_loss, logged
-from grpo_cli.config.schema import Generation, Loss, Recipe
+from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm.weight_check import WeightCheck, fixed_rows, make_weight_check
@@ -236,55 +234,3 @@ def test_large_sampler_difference(limit: float | None, found: float, stops: bool
     config = dataclasses.replace(config, top_k=3, presence_penalty=0.5)
     with pytest.raises(TrainingError, match=r"step\. presence_penalty, top_k \(of generation\)"):
         check_sampler(config, found, 4)
-
-
-def measured(
-    config: Loss,
-    policy: list[Any],
-    old: list[Any],
-    sampler: list[Any],
-    dtype: torch.dtype = torch.float64,
-) -> Any:
-    """Log-probabilities of rows of tokens, None where nothing trains."""
-    mask = torch.tensor([[x is not None for x in row] for row in policy]).to(dtype)
-
-    def tensor(rows: list[Any]) -> torch.Tensor:
-        return torch.tensor([[x or 0.0 for x in row] for row in rows], dtype=dtype) * mask
-
-    batch = Batch(
-        old_logprobs=tensor(old),
-        sampling_logprobs=tensor(sampler),
-        ref_logprobs=None,
-        advantages=torch.ones_like(mask),
-        loss_mask=mask,
-        weights=mask / mask.sum(),
-        high_entropy=None,
-        cov_selected=None,
-    )
-    logprobs = tensor(policy).requires_grad_()
-    output = grpo_loss(config, batch, logprobs, None, Coefficients(0.0, 0.0, 1.0))
-    return logged(config, output.metrics.reduced(Process()).figures)
-
-
-LN2 = math.log(2)
-
-
-def test_sampler_metrics_by_hand() -> None:
-    """The trainer holds a token for four times as likely, one for half, one for the same."""
-    sampler = [[-2.0, -1.0], [-1.0, -7.0]]
-    old = [[-2.0 + 2 * LN2, -1.0 - LN2], [-1.0, -3.0]]
-    found = measured(Loss(), [[-1.5, -1.0], [-1.25, None]], old, sampler)
-    # π/π_sampler − log(π/π_sampler) − 1: 4 − 2 ln 2 − 1, 1/2 + ln 2 − 1, 0
-    assert found["sampling/kl"] == pytest.approx((2.5 - LN2) / 3)
-    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(3 * LN2 / 3)
-    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(2 * LN2)
-    # of weights 4, 1/2, 1: (5.5/3)² / (17.25/3)
-    assert found["sampling/effective_sample_size"] == pytest.approx((5.5 / 3) ** 2 / 5.75)
-    assert found["staleness/logp_difference"] == pytest.approx((0.5 + 0 + 0.25) / 3)
-    assert not {"sampling/weight", "sampling/weight_squared"} & found.keys()
-
-
-def test_large_differences_do_not_overflow() -> None:
-    found = measured(Loss(), [[-1.0, -1.0]], [[-1.0, -1.0]], [[-900.0, -1.0]], dtype=torch.float32)
-    assert all(math.isfinite(value) for value in found.values())
-    assert found["sampling/effective_sample_size"] == pytest.approx(0.5)

@@ -35,11 +35,7 @@ def test_failures_within_the_limit() -> None:
 
 
 def test_failures_above_the_limit() -> None:
-    said = (
-        "step 5: the environments of 3 of 8 rollouts failed, more than "
-        r"environment.max_failed_share = 0.25; the last error: error 2"
-    )
-    with pytest.raises(TrainingError, match=said):
+    with pytest.raises(TrainingError, match=r"step 5: .* 3 of 8 .*share = 0\.25; .*: error 2"):
         check(3, 0.25)
     with pytest.raises(TrainingError, match="1 of 8"):
         check(1, 0.0, reason="env_timeout")

@@ -92,12 +92,12 @@ def through_a_file(saved: Any) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     """Equal, of the same types, NaN equal to NaN; dicts in the same order."""
+    if type(one) is not type(other):
+        return False
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other) and one.dtype == other.dtype
     if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)
-    if type(one) is not type(other):
-        return False
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
