@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a table in JSON lines, given by its path in tests/."""
+    lines = (Path(__file__).parent / name).read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def short(value: object) -> str:
