@@ -82,18 +82,6 @@ def test_known_pass_rates(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_to_learn(tmp_path: Path) -> None:
-    answer, rate = "any", 1.0
-    live = rigged(tmp_path, [answer] * 64)
-    result = probed(live)
-    live.close()
-    assert result.measured.pass_rate is not None
-    assert result.measured.pass_rate.value == rate
-    assert not result.verdict.can_learn
-    assert result.measured.signal[2].share == 0.0
-    assert result.measured.examples[0].rewards == {"digit": rate}
-
-
 def test_a_reward_that_raises_is_a_finding(tmp_path: Path) -> None:
     live = rigged(tmp_path, ["0"] * 4, reward={"broken": {"function": f"{HERE}:broken"}})
     verdict = probed(live, 2).verdict
