@@ -1,0 +1,30 @@
+"""Command lines that run in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_cli import cli
+
+Grpo = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def grpo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Grpo:
+    """Runs a command line in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["grpo"])  # Hydra replaces them
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.run_command([*words])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
