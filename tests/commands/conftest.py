@@ -1,7 +1,5 @@
 """Command lines that run in this process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`grpo doctor`: what its checks find, what it prints and returns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`grpo explain`: the value of a knob and where it comes from."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.commands.conftest import Grpo

@@ -4,8 +4,6 @@ A row of mistakes.jsonl is a command line and parts of what is said of it. test_
 `grpo train`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`grpo probe`: its words, what it prints and writes, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

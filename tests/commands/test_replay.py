@@ -1,7 +1,5 @@
 """`grpo replay`: a kept step is recomputed with its loss and gradient, whatever the recipe."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

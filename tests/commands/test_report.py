@@ -1,7 +1,5 @@
 """`grpo report`: which file is written, two runs, and mistakes in one sentence."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

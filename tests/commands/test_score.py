@@ -1,7 +1,5 @@
 """`grpo score`: files in, a reward a line and a summary out, and what labels say of a reward."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

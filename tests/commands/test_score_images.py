@@ -1,7 +1,5 @@
 """`grpo score` of completions with images: rewards receive them; mistakes in one sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`grpo show`: which completions are printed."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

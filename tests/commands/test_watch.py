@@ -1,7 +1,5 @@
 """`grpo watch`: the block of text, and the view that follows a run."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

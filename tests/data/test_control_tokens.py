@@ -1,7 +1,5 @@
 """Control tokens that a row writes are plain text; those of templates and recipes stay tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions of environments in worker processes, which end with the test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Environments and tools for tests of sessions: light to import in a worker process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What users bring as an environment, and what may not be one."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

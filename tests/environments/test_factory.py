@@ -1,7 +1,5 @@
 """Tests how rows choose their environments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

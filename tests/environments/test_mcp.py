@@ -1,7 +1,5 @@
 """MCP servers: a process that speaks JSON-RPC, and one behind HTTP."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -3,8 +3,6 @@
 The models are scripts: each says what comes next in a transcript, or draws fragments from a seed.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

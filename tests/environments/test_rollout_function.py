@@ -1,7 +1,5 @@
 """Tests rollout functions that are coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions in worker processes: whatever an environment does, each call ends."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Benchmarks with prompts of a test's own, and tasks without rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`grpo eval compare`: what is paired, what it comes to, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """pass@k, maj@k and intervals: by hand, by brute force, and by simulated evaluations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Final answers as texts, which of them are equal, and the classes that completions vote for."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import pytest

@@ -1,7 +1,5 @@
 """Pushes to a hub on this machine: while a run goes on, and whatever the hub does."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

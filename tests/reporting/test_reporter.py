@@ -1,7 +1,5 @@
 """What a run writes besides its checkpoints, on a disk that is full for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

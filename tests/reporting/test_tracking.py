@@ -1,7 +1,5 @@
 """Trackers get every step's metrics; one that fails ends no run, one that is missing is told."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

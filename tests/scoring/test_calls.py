@@ -1,7 +1,5 @@
 """Rewards with a timeout, async ones, what is remembered, counted and logged."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Worker processes that can be killed: whatever a call does, it ends, and the others go on."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """What README and docs/ tell a user to type: every command, recipe and Python block, as written."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A probe tells the truth about a rigged model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

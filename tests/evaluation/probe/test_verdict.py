@@ -1,7 +1,5 @@
 """What a probe concludes from its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

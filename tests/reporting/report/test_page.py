@@ -1,7 +1,5 @@
 """The page holds everything, and nothing of a run reaches it as markup."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
