@@ -27,10 +27,11 @@ import torch
 from hydra._internal.hydra import Hydra
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build, Loss
+from grpo_cli.config.schema import Build, Loss, Scoring
 from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.models import tiny
 from grpo_cli.records import Completion, Group, Prompt, Rollout
+from grpo_cli.scoring.calls import RewardExecutor
 from tests.tiers import pytest_runtest_call  # noqa: F401
 
 torch.set_num_threads(1)
@@ -114,6 +115,14 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 def model(_model: PreTrainedModel) -> PreTrainedModel:
     """A random Qwen2, the same in every test, each test's own to change."""
     return copy.deepcopy(_model)
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[RewardExecutor]:
+    """Two workers for rewards."""
+    executor = RewardExecutor(Scoring(workers=2))
+    yield executor
+    executor.close()
 
 
 def make_rollout(

@@ -1,8 +1,10 @@
 """Programs that tests start: by themselves, or several of one under torchrun."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -40,3 +42,25 @@ def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         env=environment(**more),
     )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone(*pids: int) -> bool:
+    """Whether the processes end within a minute: what was killed takes a moment to be gone."""
+    end = time.monotonic() + 60
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(is_running, pids))

@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 
 
-def rows_of(test: str, name: str) -> list[dict[str, Any]]:
-    """Returns the rows of a file of JSON lines that lies beside a test.
-
-    Args:
-        test: the test's `__file__`.
-    """
-    lines = (Path(test).parent / name).read_text("utf-8").split("\n")
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a table in JSON lines, given by its path in tests/."""
+    lines = (Path(__file__).parent / name).read_text("utf-8").split("\n")
     return [json.loads(line) for line in lines if line]
 
 

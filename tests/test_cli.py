@@ -22,6 +22,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import prepare
 from tests import programs
+from tests.composed import with_recipe
 from tests.programs import PATIENCE
 from tests.tables import rows_of
 
@@ -70,9 +71,7 @@ def grpo(
     write(tmp_path / "rows.jsonl", ROWS)
 
     def run(*argv: str) -> tuple[int, str, str]:
-        if argv[0] == "train" and not re.search(r"recipe[= ]|resume=|\.yaml", " ".join(argv)):
-            argv = ("train", "recipe=arithmetic_tiny", *argv[1:])
-        code = cli.run_command(list(argv))
+        code = cli.run_command(with_recipe(argv) if argv[0] == "train" else list(argv))
         out, err = capfd.readouterr()
         return code, out, err
 
@@ -86,9 +85,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 HEAD = "defaults: [arithmetic_tiny, _self_]\n"
 
 
-@pytest.mark.parametrize(
-    "row", rows_of(__file__, "cli_mistakes.jsonl"), ids=lambda row: row["name"]
-)
+@pytest.mark.parametrize("row", rows_of("cli_mistakes.jsonl"), ids=lambda row: row["name"])
 def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Path) -> None:
     """A text in place of the words of `grpo train` is a command of its own."""
     write(tmp_path / "plain.jsonl", [{"question": "1+1="}])

@@ -7,7 +7,6 @@ import copy
 import json
 import os
 import signal
-import socket
 import string
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 from tests import programs
 from tests.conftest import as_prompts
+from tests.programs import free_port
 
 CACHE = {"kv_cache_memory_bytes": 2**26}
 START_SECONDS = 600  # of several servers together, on a machine that may be busy
@@ -234,11 +234,6 @@ def wait_until_up(servings: Sequence[Serving]) -> None:
             assert serving.process.poll() is None, f"grpo serve has ended:{said}"
             assert time.monotonic() < deadline, f"the server was not up in time:{said}"
             time.sleep(0.3)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def grpo_train(*words: str, processes: int = 1) -> None:

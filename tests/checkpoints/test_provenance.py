@@ -72,7 +72,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
 
 # What a recipe may ask for, and the words in which it is named.
-ASKS = {row["name"]: (row["changes"], row["said"]) for row in rows_of(__file__, "asks.jsonl")}
+ASKS = {row["name"]: (row["changes"], row["said"]) for row in rows_of("checkpoints/asks.jsonl")}
 
 
 def asked(path: Path, *given: str) -> list[str]:

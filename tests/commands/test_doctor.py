@@ -1,7 +1,5 @@
 """`grpo doctor`: what its checks find, what it prints and returns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -141,15 +139,3 @@ def test_the_report_of_this_machine(
     assert capsys.readouterr().err == "grpo: doctor: broken: disk.\n"
     assert cli.run_command(["doctor", "recipe=arithmetic_tiny", "--reward", "[mth]"]) == 2
     assert "there is no reward/mth.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--jsn"], "grpo doctor: --jsn: there is no such option; there are --dir,"),
-        (["recipes=x"], "grpo doctor: recipes=x: is no key of a recipe. Did you mean recipe?"),
-    ],
-)
-def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run_command(["doctor", *words]) == 2
-    assert said in capsys.readouterr().err

@@ -13,8 +13,8 @@ import pytest
 
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import Facts, Settings
-from grpo_cli.errors import TrainingError, UserError
-from tests.programs import PATIENCE, ROOT
+from grpo_cli.errors import TrainingError
+from tests.programs import PATIENCE, ROOT, free_port
 
 EQUAL = {
     "grpo_cli": "0.1.0 (abc)",
@@ -44,10 +44,7 @@ def said_of(settings: Settings, *facts: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("facts", "lines"),
     [
-        (
-            [{}, {"torch": "2.12.0"}, {}],
-            ["b: torch is 2.12.0; 2.13.0 on a and c"],
-        ),
+        ([{}, {"torch": "2.12.0"}, {}], ["b: torch is 2.12.0; 2.13.0 on a and c"]),
         ([{}, {}, {}], []),
         (
             [{"python": "3.11"}, {"python": "3.12"}, {"python": "3.13"}],
@@ -64,25 +61,6 @@ def test_a_node_that_has_not_arrived() -> None:
     facts = FACTS | {"equal": EQUAL}
     problems = doctor_nodes.judge_facts(asked(), {0: facts, 2: facts})
     assert list(problems) == ["b: has not arrived; a and c waited for it"]
-
-
-# The command line.
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--nodes=a,a"], "--nodes = a,a: must be different names"),
-        (["--nodes=a,b", "--rank=2"], "--rank = 2: must be from 0 to 1"),
-        (["--nodes=a", "--master=a"], "--master = a: must be NAME:PORT."),
-        (["--nodes=a", "--port=b:5"], "--port: b is none of --nodes."),
-        (["--nodes=a", "recipe=x"], "recipe=x: is not read with the options of --nodes."),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        doctor_nodes.settings_of(words)
-    assert message in str(caught.value)
 
 
 # What a node finds out.
@@ -113,8 +91,7 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the process of a node, with other options and another environment if need be."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     running: list[subprocess.Popen[str]] = []
 
     def start_node(rank: int, *words: str, nodes: str = "a,b,c", **environment: str) -> Any:
@@ -175,17 +152,9 @@ def test_everything_that_is_wrong_is_said_at_once(start: Start, tmp_path: Path) 
     assert said[1:] == ["", ""]
 
 
-@pytest.mark.slow
-def test_a_node_that_does_not_come(start: Start) -> None:
-    codes, said = ends(start(0, "--timeout=16"), start(2, "--timeout=16"))
-    assert codes == [1, 1], said
-    assert said[0].startswith("doctor: b: has not arrived; a and c waited for it\n")
-
-
 @pytest.mark.programs
 def test_the_first_node_does_not_come() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings = asked("a,b", rank=1, master=f"127.0.0.1:{port}", timeout=0.5)
     with pytest.raises(TrainingError) as caught:
         doctor_nodes.join(settings)

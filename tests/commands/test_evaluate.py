@@ -140,10 +140,7 @@ OWN = {"benchmark": {"own": {"data": "a.jsonl", **TIR}}}
     [
         ({}, {"seed": 1}),
         ({}, {"mixed_precision": "bf16"}),
-        (
-            {"dataset.chat": True},
-            {"model.chat_template_kwargs": {"enable_thinking": False}},
-        ),
+        ({"dataset.chat": True}, {"model.chat_template_kwargs": {"enable_thinking": False}}),
         ({"dataset.chat": True}, {"dataset.final_assistant": "drop"}),
         ({}, {"dataset.eval_limit": 3}),
         (OWN, {"dataset.max_pixels": 4096}),

@@ -16,18 +16,18 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.checkpoints import manifest
-from grpo_cli.cli import run_command
 from grpo_cli.commands import evaluate as evaluate_command
 from grpo_cli.commands import evaluation_run
 from grpo_cli.config.schema import Benchmark
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tables
 from grpo_cli.evaluation.estimates import estimate
-from grpo_cli.evaluation.tasks import Task, TaskResult
+from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion
 from tests import programs
+from tests.evaluation.modes import task_of
 
 SHARDED = "distributed=fsdp2"
 QUICK = ("scoring.workers=1", "device=cpu")
@@ -210,50 +210,6 @@ def test_votes_for_equal_answers_in_different_spellings(run: Evaluate) -> None:
     assert not {"pass@4", "mean@4", "maj@2"} & only.keys()
 
 
-def wrong(*words: str) -> str:
-    """What `grpo eval` says of a mistake."""
-    import contextlib
-    import io
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        assert run_command(["eval", *words]) == 2
-    return said.getvalue().removeprefix("grpo: ").strip()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model", "completions=a.jsonl", "benchmark=gsm8k"], "exclude one another"),
-        (
-            ["completions=a.jsonl"],
-            "give the benchmark that they answer as benchmark=NAME; got none",
-        ),
-        (["completions=a.jsonl", "benchmark=gsm8k", "eval.temperature=1"], "nothing reads it"),
-        (["completions=a.jsonl", "benchmark=gsm8k", "benchmark.gsm8k.shots=2"], "nothing reads it"),
-        (["completions=a.jsonl", "benchmark=gsm8k", "mode=cot,tir"], "made in one mode"),
-        (["some/model", "columns.answer=b", "benchmark=gsm8k"], "only read with completions=FILE"),
-        (["some/model", "benchmark=humaneval", "mode=tir"], "eval.mode = tir"),
-        (["some/model", "benchmark=gsm8k", "mode=tor"], "eval.mode = tor: benchmark.gsm8k has no"),
-        (
-            ["some/model", "benchmark=a.jsonl", "benchmark.a.split=train"],
-            "benchmark.a.split = train: is only read for a hub data set",
-        ),
-        (["some/model", "benchmark=x/a.jsonl,y/a.csv"], "two files are called a"),
-        (
-            ["some/model", "benchmark=humaneval", "num_samples=4", "metric=maj"],
-            "completions of humaneval have no final answers to vote on",
-        ),
-        (["some/model"], "benchmark=NAME"),
-        ([], "give one checkpoint"),
-    ],
-)
-def test_mistakes(words: list[str], message: str) -> None:
-    said = wrong(*words)
-    assert message in said
-    assert "\n" not in said
-
-
 def shipped(name: str) -> Benchmark:
     """A benchmark with the titles and published figures of its file, if there is one."""
     benchmark, entry = Benchmark(), benchmarks.shipped_entry(name)
@@ -264,15 +220,11 @@ def shipped(name: str) -> Benchmark:
 
 def result(name: str, mode: str, accuracy: float, n: int = 1, **numbers: float) -> TaskResult:
     """Of 10 problems with n completions each, and with the numbers `kind_k` besides."""
-    task: Any = Task.__new__(Task)
-    object.__setattr__(task, "name", name)
-    object.__setattr__(task, "mode", mode)
-    object.__setattr__(task, "benchmark", shipped(name))
     found = {"n": 10.0, "accuracy": accuracy} | ({"completions": 10.0 * n} if n > 1 else {})
     found |= {key.replace("_", "@"): value for key, value in numbers.items()}
     for key in [key for key in found if key == "accuracy" or "@" in key]:
         found |= {f"{key}_low": found[key] - 0.02, f"{key}_high": found[key] + 0.04}
-    return TaskResult(task, found, [])
+    return TaskResult(task_of(name, mode, shipped(name)), found, [])
 
 
 def test_the_papers_table_with_ours_in_it() -> None:
@@ -326,6 +278,16 @@ main()
 """
 
 
+def words_of_sums(folder: Path, checkpoint: Path, number: int) -> list[str]:
+    """The command line of an evaluation of so many sums in both modes."""
+    file = folder / "own.jsonl"
+    rows = ({"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(number))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompt = "benchmark.own.modes.tir.prompt='{question}'"
+    words = ["eval", str(checkpoint), f"benchmark={file}", prompt, "mode=cot,tir"]
+    return [*words, "num_samples=2", "eval.max_completion_tokens=20", *QUICK]
+
+
 def noted(folder: Path) -> int:
     """Problems in the journal of an evaluation under way."""
     return sum(p.read_bytes().count(b'"key"') for p in folder.glob("partial/*.jsonl"))
@@ -335,17 +297,7 @@ def noted(folder: Path) -> int:
 def test_processes_that_share_the_weights_find_what_one_does(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    file = tmp_path / "own.jsonl"
-    rows = ({"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(5))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "eval",
-        str(checkpoint),
-        f"benchmark={file}",
-        "benchmark.own.modes.tir.prompt='{question}'",
-    ]
-    words += ["mode=cot,tir", "num_samples=2", "eval.max_completion_tokens=20", *QUICK]
-    grpo = ["-m", "grpo_cli", *words]
+    grpo = ["-m", "grpo_cli", *words_of_sums(tmp_path, checkpoint, 5)]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     for command in (
         programs.alone(*grpo, f"output_dir={alone}"),
@@ -366,17 +318,7 @@ def test_killed_five_times_it_finds_the_same(
     tmp_path: Path, checkpoint: Path, processes: int
 ) -> None:
     (tmp_path / "slowly.py").write_text(SLOW)
-    file = tmp_path / "own.jsonl"
-    rows = ({"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(60))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "eval",
-        str(checkpoint),
-        f"benchmark={file}",
-        "benchmark.own.modes.tir.prompt='{question}'",
-    ]
-    words += ["mode=cot,tir", "num_samples=2", "eval.max_completion_tokens=20", *QUICK]
-    grpo = [str(tmp_path / "slowly.py"), *words]
+    grpo = [str(tmp_path / "slowly.py"), *words_of_sums(tmp_path, checkpoint, 60)]
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
         command = programs.started(processes, *grpo, f"output_dir={folder}")

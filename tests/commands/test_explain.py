@@ -1,30 +1,21 @@
 """`grpo explain`: the value of a knob and where it comes from."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from grpo_cli import cli
+from tests.commands.conftest import Grpo
 from tests.config.test_origins import line_of
 
 EPSILON_HIGH = line_of("recipes/loss/dapo.yaml", "epsilon_high")
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def explain(grpo: Grpo, *words: str) -> str:
+    code, out, err = grpo("explain", *words)
+    assert (code, err) == (0, "")
+    return out
 
 
-def explain(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert cli.run_command(["explain", *words]) == code
-    printed = capsys.readouterr()
-    return printed.err if code else printed.out
-
-
-def test_a_knob(capsys: pytest.CaptureFixture[str]) -> None:
-    out = explain(capsys, "recipe=math_qwen", "loss.epsilon_high=0.3", "loss.epsilon_high")
+def test_a_knob(grpo: Grpo) -> None:
+    out = explain(grpo, "recipe=math_qwen", "loss.epsilon_high=0.3", "loss.epsilon_high")
     assert out == (
         "loss.epsilon_high = 0.3\n\n"
         "  Upper clip distance: the ratio is clipped above at 1 + epsilon_high; null: epsilon.\n"
@@ -35,9 +26,9 @@ def test_a_knob(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_section_and_entries(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_and_entries(grpo: Grpo) -> None:
     words = ("recipe=math_qwen", "optimizer", "+reward.near.function=mine:near", "reward.near")
-    out = explain(capsys, *words)
+    out = explain(grpo, *words)
     rows = [line.split(maxsplit=2) for line in out.splitlines() if line]
     assert rows[0] == ["key", "value", "set by"]
     by_key = {row[0]: row[1:] for row in rows}
@@ -52,30 +43,12 @@ def test_a_section_and_entries(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_key["optimizer.schedule"][1].startswith("recipes/optimizer/adamw_cosine.yaml, line ")
 
 
-def test_interpolations_and_secrets(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpolations_and_secrets(grpo: Grpo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set by       default: outputs/${recipe}" in explain(
-        capsys, "recipe=math_qwen", "output_dir"
+        grpo, "recipe=math_qwen", "output_dir"
     )
     monkeypatch.setenv("MY_API_KEY", "abcdefgh")
     word = "reward.judge.args.api_key=${oc.env:MY_API_KEY}"
-    out = explain(capsys, "reward=[judge]", word, "reward.judge.args.api_key")
+    out = explain(grpo, "reward=[judge]", word, "reward.judge.args.api_key")
     assert "abcdefgh" not in out
     assert "${oc.env:MY_API_KEY}" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["loss.epsilon_hi"],
-            "loss.epsilon_hi: there is no such key. Did you mean loss.epsilon_hig",
-        ),
-        (["recipe=math_qwen", "max_steps"], "It is called steps here: a step is"),
-        (["recipe=nowhere", "steps"], "recipe = nowhere: there is no such recipe"),
-        (["stepz=3", "steps"], "stepz: there is no such key"),
-    ],
-)
-def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in explain(capsys, *words, code=2)

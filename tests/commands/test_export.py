@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from grpo_cli import cli
 from grpo_cli.checkpoints import manifest, model_folder, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import checkpoint_path
@@ -23,6 +22,7 @@ from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
+from tests.commands.conftest import Grpo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -58,6 +58,20 @@ def saved(
     return path
 
 
+@pytest.fixture
+def path(
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A checkpoint, known as one's own in a cache of this test."""
+    monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
+    return saved(tmp_path, model, tokenizer)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
 def theirs(folder: Path, model: PreTrainedModel) -> Path:
     model.save_pretrained(folder / "theirs")
     return folder / "theirs"
@@ -67,16 +81,16 @@ def theirs(folder: Path, model: PreTrainedModel) -> Path:
 @pytest.mark.parametrize("which", ["model", "experts"])
 def test_an_export_is_what_transformers_writes(
     tmp_path: Path,
+    out: Path,
     tokenizer: Tokenizer,
     which: str,
     with_plain: bool,
+    grpo: Grpo,
     request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model: PreTrainedModel = request.getfixturevalue(which)
-    path, out = saved(tmp_path, model, tokenizer, plain=with_plain), tmp_path / "out"
-    assert cli.run_command(["export", str(path), str(out)]) == 0
-    assert f"exported to {out} (" in capsys.readouterr().out
+    path = saved(tmp_path, model, tokenizer, plain=with_plain)
+    assert f"exported to {out} (" in grpo("export", str(path), str(out))[1]
     weights = "model.safetensors"
     expected = theirs(tmp_path, model)
     assert (out / weights).read_bytes() == (expected / weights).read_bytes()
@@ -92,13 +106,14 @@ def test_an_export_is_what_transformers_writes(
 
 def test_a_large_model_comes_in_several_files(
     tmp_path: Path,
+    out: Path,
     tokenizer: Tokenizer,
     experts: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = experts
     monkeypatch.setattr(model_folder.write_weights, "__defaults__", (40_000,))
-    path, out = saved(tmp_path, model, tokenizer), tmp_path / "out"
+    path = saved(tmp_path, model, tokenizer)
     total, number = export.export(path, out)
     files = sorted(out.glob("*.safetensors"))
     assert number == len(files) > 2
@@ -123,7 +138,7 @@ def test_weights_are_cast_and_the_config_says_so(
 ) -> None:
     model.register_buffer("count", torch.tensor([3]))
     path, out = saved(tmp_path, model, tokenizer), tmp_path / "out"
-    assert cli.run_command(["export", "--dtype", "bfloat16", str(path), str(out)]) == 0
+    export.main(["--dtype", "bfloat16", str(path), str(out)])
     tensors = load_file(out / "model.safetensors")
     assert tensors.pop("count").dtype == torch.int64
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
@@ -149,10 +164,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_something_is_left_alone(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    path, out = saved(tmp_path, model, tokenizer), tmp_path / "out"
+def test_a_folder_that_holds_something_is_left_alone(path: Path, out: Path) -> None:
     out.mkdir()
     export.export(path, out)  # an empty one is as good as none
     before = sorted(out.iterdir())
@@ -163,39 +175,10 @@ def test_a_folder_that_holds_something_is_left_alone(
         export.export(path, out / "config.json")
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["a"], "give a checkpoint and a new folder"),
-        (["--overwrite", "a", "b"], "--overwrite: there is no such option; there are --dtype"),
-        (["a", "b", "--dtype=int8"], "--dtype = 'int8': must be one of float32, bfloat16, float16"),
-        (["no-such-folder", "b"], "checkpoint = no-such-folder: there is no such folder"),
-        (["empty", "b"], "checkpoint = empty: is no checkpoint, and holds no checkpoints/step-N"),
-    ],
-)
-def test_mistakes_are_named(
-    tmp_path: Path,
-    argv: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert cli.run_command(["export", *argv]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "b").exists()
-
-
 @pytest.mark.parametrize("was_there", [False, True])
 def test_an_export_that_is_broken_off_leaves_nothing_behind(
-    was_there: bool,
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
+    was_there: bool, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, out = saved(tmp_path, model, tokenizer), tmp_path / "out"
     if was_there:
         out.mkdir()
 
@@ -226,14 +209,8 @@ def test_what_is_published_as_one_tensor_is_put_together(model: PreTrainedModel)
 
 
 def test_code_of_a_foreign_checkpoint_runs_only_if_it_is_trusted(
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, path: Path, out: Path, grpo: Grpo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
-    path, out = saved(tmp_path, model, tokenizer), tmp_path / "out"
     assert provenance.is_own(path)
     (path / "training" / "recipe.yaml").write_text("model: {trust_remote_code: true}\n")
     remade(path)
@@ -245,28 +222,25 @@ def test_code_of_a_foreign_checkpoint_runs_only_if_it_is_trusted(
         return load(files)
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", note)
-    assert cli.run_command(["export", str(path), str(out)]) == 2
-    err = capsys.readouterr().err
+    code, _, err = grpo("export", str(path), str(out))
+    assert code == 2
     assert "run code or reach other files and machines: model.trust_remote_code = true. If" in err
     assert "add --trust=true." in err
     assert (told, out.exists()) == ([], False)
-    assert cli.run_command(["export", str(path), str(out), "--trust=true"]) == 0
+    assert grpo("export", str(path), str(out), "--trust=true")[0] == 0
     provenance.note_own(path)
-    assert cli.run_command(["export", str(path), str(tmp_path / "again")]) == 0
+    assert grpo("export", str(path), str(tmp_path / "again"))[0] == 0
     assert told == [True, True]
 
 
-def test_a_foreign_link_is_not_followed(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    path = saved(tmp_path, model, tokenizer)
+def test_a_foreign_link_is_not_followed(path: Path, out: Path, tmp_path: Path) -> None:
     (tmp_path / "private").write_text("secret")
     (path / "training" / "model" / "notes.txt").symlink_to(tmp_path / "private")
     with pytest.raises(UserError, match=r"its link training/model/notes\.txt leads out of it"):
-        export.export(path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    export.export(path, tmp_path / "out", trust=True)
-    assert (tmp_path / "out" / "notes.txt").read_text() == "secret"
+        export.export(path, out)
+    assert not out.exists()
+    export.export(path, out, trust=True)
+    assert (out / "notes.txt").read_text() == "secret"
 
 
 def remade(path: Path) -> None:
@@ -281,20 +255,13 @@ def remade(path: Path) -> None:
     manifest.write(path, entries)
 
 
-def test_a_forged_index_of_shards_is_one_sentence(
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = saved(tmp_path, model, tokenizer)
+def test_a_forged_index_of_shards_is_one_sentence(path: Path, out: Path, grpo: Grpo) -> None:
     for content in (b"no pickle", pickle.dumps(["of something else"])):
         (path / "training" / "shards" / ".metadata").write_bytes(content)
         remade(path)
-        assert cli.run_command(["export", str(path), str(tmp_path / "out")]) == 2
-        err = capsys.readouterr().err
+        code, _, err = grpo("export", str(path), str(out))
+        assert (code, err.count("\n")) == (2, 1)
         assert "the index of its shards cannot be read: " in err
-        assert len(err.splitlines()) == 1
 
 
 def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
@@ -348,5 +315,3 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     again, plain = (load_file(tmp_path / n / "model.safetensors") for n in ("again", "plain"))
     assert (again[name] - expected[name]).norm() < 0.05 * expected[name].norm()
     assert (plain[name] - expected[name]).norm() > 0.05 * expected[name].norm()
-    with pytest.raises(UserError, match="--quantization: is only read with --merge"):
-        export.main([str(folder), str(tmp_path / "out"), "--quantization=nf4"])

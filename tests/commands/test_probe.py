@@ -1,21 +1,14 @@
 """`grpo probe`: its words, what it prints and writes, and its exit codes."""
 
-from __future__ import annotations
-
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_cli import cli
 from grpo_cli.data import stored_completions
 from tests import programs
-from tests.tables import table
-
-Grpo = Callable[..., tuple[int, str, str]]
+from tests.commands.conftest import Grpo
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 # The smallest run that there is, and a reward that any model gets at times.
@@ -29,23 +22,10 @@ SMALL = (
 
 
 @pytest.fixture
-def grpo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Grpo:
-    """Runs a command line in this process, in a folder with rows.jsonl."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-    monkeypatch.setenv("COLUMNS", "100")
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = cli.run_command([*words])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
 
 
 def written(folder: str | Path) -> dict[str, Any]:
@@ -54,26 +34,8 @@ def written(folder: str | Path) -> dict[str, Any]:
     return found
 
 
-@table(
-    "words, message",
-    [
-        (["prompts=0"], "prompts = 0: must be >= 1."),
-        (["prompt=5"], "prompt: there is no such word; there are prompts, samples"),
-        (["resume=auto"], "resume=auto: is only read by grpo train"),
-        (["-m", "seed=1,2"], "grpo probe: probes one recipe"),
-        (["dataset.train=gone.jsonl"], "dataset.train = gone.jsonl: there is no such file"),
-        (["dataset.train=rows.jsonl", "output_dir=run"], "output_dir = run: holds a run already"),
-    ],
-)
-def test_a_mistake_is_one_sentence(grpo: Grpo, words: list[str], message: str) -> None:
-    code, out, err = grpo("probe", *words)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.runs
-def test_what_it_prints_and_writes(grpo: Grpo) -> None:
+def test_what_it_prints_and_writes(grpo: Grpo, rows: Path) -> None:
     code, out, err = grpo("probe", *SMALL, "prompts=6", "samples=4")
     assert (code, err) == (0, ""), err
     folder = Path("outputs/probe/arithmetic_tiny")
@@ -99,7 +61,7 @@ def test_what_it_prints_and_writes(grpo: Grpo) -> None:
 
 
 @pytest.mark.runs
-def test_exit_code_of_a_run_that_cannot_learn(grpo: Grpo) -> None:
+def test_exit_code_of_a_run_that_cannot_learn(grpo: Grpo, rows: Path) -> None:
     words = ("prompts=4", "samples=2", "reward.length.args.target=5000")
     code, out, err = grpo("probe", *SMALL, *words, "generation.temperature=0.0001")
     assert code == 3
@@ -107,19 +69,15 @@ def test_exit_code_of_a_run_that_cannot_learn(grpo: Grpo) -> None:
     found = written("outputs/probe/arithmetic_tiny")
     assert not found["can_learn"]
     assert found["findings"][0]["name"] == "identical"
-    assert err == (
-        "grpo: arithmetic_tiny: cannot learn as it stands (identical); what was found: "
-        "outputs/probe/arithmetic_tiny/probe.json\n"
-    )
+    assert err.startswith("grpo: arithmetic_tiny: cannot learn as it stands (identical); what was")
     # The same command again: the same completions, whatever else was drawn in this process.
     grpo("probe", *SMALL, *words, "generation.temperature=0.0001")
     assert written("outputs/probe/arithmetic_tiny")["rates"] == found["rates"]
 
 
 @pytest.mark.programs
-def test_several_processes_find_what_one_finds(grpo: Grpo, tmp_path: Path) -> None:
-    words = [word for word in SMALL if word != "dataset.train=rows.jsonl"]
-    words += [f"dataset.train={tmp_path / 'rows.jsonl'}", "prompts=5", "samples=4"]
+def test_several_processes_find_what_one_finds(grpo: Grpo, rows: Path, tmp_path: Path) -> None:
+    words = (*SMALL[:1], f"dataset.train={rows}", *SMALL[2:], "prompts=5", "samples=4")
     grpo("probe", *words)
     folder = f"output_dir={tmp_path / 'two'}"
     done = programs.run(

@@ -1,7 +1,5 @@
 """`grpo replay`: a kept step is recomputed with its loss and gradient, whatever the recipe."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -20,11 +18,10 @@ from grpo_cli import cli
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.commands import replay
 from tests import programs
+from tests.commands.conftest import Grpo
 from tests.models.test_routers import changes_for
-from tests.tables import table
 from tests.training.test_train import trained
 
-Grpo = Callable[..., tuple[int, str, str]]
 Recomputed = Callable[[Path, int], dict[str, Any]]
 
 MODEL = [
@@ -63,22 +60,6 @@ RECIPES: dict[str, list[str]] = {  # each mechanism once
     "images-schedule": ["recipe=shapes_tiny", *QUIET, "model.build.warmup_steps=5",
                         "loss.beta=0.05", "+schedules.loss.beta.to=0.1"],
 }  # fmt: skip
-
-
-@pytest.fixture
-def grpo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Grpo:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "argv", ["grpo"])  # Hydra replaces them
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = cli.run_command([*words])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -218,29 +199,6 @@ def test_experts(
     capfd.readouterr()  # what training printed
     data = recomputed(run.folder, 2)
     assert "aux_loss" in [c["name"] for c in data["checks"]]
-
-
-@table(
-    ("words", "said"),
-    [
-        (["old", "--step=3"], "--step = 3: old has not kept what is needed of this step; it has "
-         "kept none. A run keeps the steps that log.keep_steps=[3] names."),
-        (["run", "--step=3"], "it has kept the steps 2, 10."),
-        (["run"], "--step: is missing; run: it has kept the steps 2, 10 (log.keep_steps)."),
-        (["run", "--step=2"], "run/metrics.jsonl has no line of this step yet."),
-        (["nowhere", "--step=2"], "RUN = nowhere: there is no such folder."),
-        (["--step=2"], "grpo replay: give one run, such as outputs/NAME; got nothing."),
-    ],
-)  # fmt: skip
-def test_mistakes(words: list[str], said: str, grpo: Grpo) -> None:
-    for name in ("run", "old"):
-        Path(name).mkdir(exist_ok=True)
-        (Path(name) / "recipe.yaml").write_text("recipe: test\n")
-    for step in (2, 10):
-        paths.kept_path(Path("run"), step).mkdir(parents=True, exist_ok=True)
-    code, out, err = grpo("replay", *words)
-    assert (code, out) == (2, "")
-    assert said in err
 
 
 def test_values_that_are_not_finite() -> None:

@@ -1,7 +1,5 @@
 """`grpo report`: which file is written, two runs, and mistakes in one sentence."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +12,6 @@ from grpo_cli.commands import report
 from grpo_cli.reporting.reporter import write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.report_runs import write_json, write_run
-from tests.tables import table
 
 
 @pytest.fixture(scope="module")
@@ -62,37 +59,10 @@ def test_two_runs_on_the_same_problems(runs: Path) -> None:
     assert (runs / "both.html").is_file()
 
 
-@table(
-    ("words", "said"),
-    [
-        ([], None),
-        (["--help"], None),
-        (["a", "b", "a"], "give one run or two"),
-        (["gone"], "RUN = gone: there is no such folder"),
-        (["a", "gone"], "OTHER = gone: there is no such folder"),
-        (["a", "--output=."], "is a folder; give a file"),
-        (["a", "--output=/dev/null"], "is no plain file; give one such as"),
-        (["a", "--output=a/recipe.yaml/x"], "cannot be written"),
-        (["a", "--output=a/metrics.jsonl"], "--output = a/metrics.jsonl: is a file of the run"),
-    ],
-)
-def test_mistakes(
-    runs: Path, words: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = cli.run_command(["report", *words])
-    out, err = capsys.readouterr()
-    if said is None:
-        assert (code, err) == (0, "")
-        assert "--completions" in out
-        return
-    assert code == 2
-    assert said in err
-    assert err.count("\n") == 1
-
-
 def test_an_earlier_report_is_replaced(runs: Path) -> None:
     for _ in range(2):
         assert cli.run_command(["report", "a", "b", "--output=a/both.html"]) == 0
+        assert not list((runs / "a").glob("*.tmp"))
     (runs / "a" / "report.html").write_text("<!doctype html><title>mine</title>")
     assert cli.run_command(["report", "a"]) == 2
 

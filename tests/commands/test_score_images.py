@@ -1,18 +1,14 @@
 """`grpo score` of completions with images: rewards receive them; mistakes in one sentence."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from grpo_cli import cli
+from tests.commands.conftest import Grpo
 from tests.pictures import PNG, image_groups, write_groups
 from tests.tables import table
 
-Grpo = Callable[..., tuple[int, str, str]]
 REWARDS = """
 def reds_of(i):
     return 0.0 if i is None else float(sum(n for n, c in i.getcolors(10000) if c == (255, 0, 0)))
@@ -23,20 +19,10 @@ def red_pixels(completions, image):
 RED_PIXELS = "+reward.red.function=reds:red_pixels"
 
 
-@pytest.fixture
-def grpo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Grpo:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def _reds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "reds.py").write_text(REWARDS)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = cli.run_command(["score", *words])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
 
 
 @table(
@@ -50,7 +36,7 @@ def test_a_reward_counts_the_red_pixels_of_a_runs_completions(
     grpo: Grpo, words: list[str], expected: list[float], tmp_path: Path
 ) -> None:
     write_groups(tmp_path / "run/completions/step-1.parquet", image_groups())
-    code, out, err = grpo(RED_PIXELS, "input=run", *words)
+    code, out, err = grpo("score", RED_PIXELS, "input=run", *words)
     assert (code, err) == (0, ""), out
     lines = (tmp_path / "outputs/score/run-step-1.jsonl").read_text().splitlines()
     assert [json.loads(line)["reward"] for line in lines] == expected
@@ -61,7 +47,7 @@ def test_a_users_own_file_with_paths(grpo: Grpo, tmp_path: Path) -> None:
     (tmp_path / "data/red.png").write_bytes(PNG)
     row = {"completion": "4", "picture": "red.png"}
     (tmp_path / "data/own.jsonl").write_text(json.dumps(row) + "\n")
-    words = (RED_PIXELS, "input=data/own.jsonl", "columns.image=picture", "output=o.jsonl")
+    words = ("score", RED_PIXELS, "input=data/own.jsonl", "columns.image=picture", "output=o.jsonl")
     assert grpo(*words)[0] == 0
     assert json.loads((tmp_path / "o.jsonl").read_text())["reward"] == 2400.0
     row["picture"] = "gone.png"

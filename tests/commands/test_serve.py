@@ -11,18 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from hydra import compose, initialize_config_module
 
 from grpo_cli import IMPORT_ROOT, cli
 from grpo_cli.commands import serve
 from grpo_cli.config import parsing
-from grpo_cli.config.compose import register_schema
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm import launch, server_log
 from grpo_cli.generation.vllm.launch import ServerPlan, ServerSettings
+from tests.composed import composed as composed_with
+from tests.programs import free_port, gone
 
 # In place of vllm.entrypoints.openai.api_server. Does what $FAKE says, and notes how it was called.
 FAKE = """
@@ -100,10 +99,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[s
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-        return number
+    return free_port()
 
 
 def once_ready(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> list[str]:
@@ -123,27 +119,8 @@ def stop(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def all_gone(pids: list[int]) -> bool:
-    """Whether the processes end within the minute: what was killed takes a moment to be gone."""
-
-    def alive(pid: int) -> bool:
-        try:
-            return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def composed(*words: str) -> Recipe:
-    register_schema()
-    with initialize_config_module("grpo_cli.recipes", version_base="1.3"):
-        return parsing.parse(compose(words[0], list(words[1:])))
+def composed(recipe: str, *words: str) -> Recipe:
+    return composed_with(f"recipe={recipe}", *words, parse=parsing.parse)
 
 
 # Words.
@@ -167,31 +144,6 @@ def test_words_and_the_words_of_a_recipe() -> None:
         eager=False,
         engine_args={"max_num_seqs": 512, "hf_overrides": {"rope_theta": 1e4}},
     )
-
-
-MISTAKES = {
-    "nothing": ([], "say what to serve: model=FOLDER_OR_HUB_NAME or recipe=NAME"),
-    "misspelt": (["model=m", "prot=1"], "prot: there is no such word; ...Did you mean port?"),
-    "of a recipe": (["model=m", "loss=dapo"], "loss: there is no such word; ...with recipe=NAME"),
-    "drafts": (["model=m", "engine_args.speculative_config={a: 1}"], "of drafted tokens"),
-    "own word": (["model=m", "engine_args.tensor_parallel_size=2"], "write tensor_parallel=N"),
-    "key": (["model=m", "engine_args.api_key=k"], "api_key: cannot be set: every route asks for"),
-    "several": (["model=m", "-m"], "serves one model"),
-    "option": (["model=m", "--cfg", "job"], "--cfg: is an option of recipes; add recipe=NAME"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_sentence(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-    words, said = MISTAKES[name]
-    assert cli.run_command(["serve", *words]) == 2
-    err = capsys.readouterr().err
-    for part in said.split("..."):
-        assert part in err
-    assert len(err.splitlines()) == 1
 
 
 # What the server is started with.
@@ -362,7 +314,7 @@ def test_serves_until_it_is_told_to_stop(
     notes = fake()
     assert notes["argv"] == planned(model=str(model), port=port).command()[4:]
     assert notes["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
-    assert all_gone(notes["pids"])  # the last of them does not heed SIGTERM
+    assert gone(*notes["pids"])  # the last of them does not heed SIGTERM
     assert signal.getsignal(number) is before
     key = key_path.read_text().strip()
     assert not any(key in text for text in [*lines, *notes["argv"], log.read_text()])
@@ -382,7 +334,7 @@ def test_a_server_that_does_not_stop_is_killed(
     monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)
     once_ready(monkeypatch, stop(signal.SIGINT))
     assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 130
-    assert all_gone(fake()["pids"])
+    assert gone(*fake()["pids"])
 
 
 ALONE = """
@@ -397,9 +349,9 @@ with running(plan, Path(sys.argv[2]), []):
 """
 
 
-@pytest.fixture
-def killed(port: int, fake: Callable[[], dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
-    """Notes of a server whose grpo was killed while it served."""
+def test_nothing_outlives_a_killed_grpo(
+    port: int, fake: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{IMPORT_ROOT}{os.pathsep}{tmp_path / 'path'}"}
     command = [sys.executable, "-c", ALONE, str(port), str(tmp_path / "log")]
     grpo = subprocess.Popen(command, env=environment)
@@ -410,11 +362,7 @@ def killed(port: int, fake: Callable[[], dict[str, Any]], tmp_path: Path) -> dic
     finally:
         grpo.kill()
         grpo.wait()
-    return fake()
-
-
-def test_nothing_outlives_a_killed_grpo(killed: dict[str, Any]) -> None:
-    assert all_gone(killed["pids"])
+    assert gone(*fake()["pids"])
 
 
 def test_refused_before_anything_starts(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,47 +74,6 @@ def test_a_model_on_several_gpus_has_fewer_copies() -> None:
     assert "\nSERVE_WORDS=(\n  data_parallel=2\n  tensor_parallel=4\n)" in text
     text = text_of(*words, "serve.data_parallel=1")
     assert "\nSERVE_WORDS=(\n  data_parallel=1\n)" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["time=90"], "gpus_per_node: say how many GPUs a node has; 0: train on CPUs."),
-        (["gpus_per_node=8"], "time: set the time limit of the job, such as time=12:00:00."),
-        ([*NEEDED, "grace=29"], "grace = 29: must be >= 30 and <= 65535."),
-        ([*NEEDED, "sbatch.nodes=2"], "sbatch.nodes: cannot be set: write nodes=VALUE."),
-        ([*NEEDED, "srun.kill_on_bad_exit=0"], "srun.kill-on-bad-exit: cannot be set: the script"),
-        (
-            [*NEEDED, "vllm_nodes=1", "serve.port=1"],
-            "serve.port: cannot be set: the script",
-        ),
-        ([*NEEDED, "setup=/nowhere"], "setup = /nowhere: there is no such file."),
-        (
-            ["gpus_per_node=4", "time=90", "processes_per_node=2"],
-            "processes_per_node = 2: is only read on CPUs; with gpus_per_node = 4 each GPU has a",
-        ),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        slurm.split_words(words)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "grpo slurm: say what to train: recipe=NAME or recipe=./my.yaml."),
-        (["recipe=a", "resume=x"], "resume=x: the script sets resume=auto"),
-        (["recipe=a", "overwrite=true"], "overwrite=true: a requeued job would discard"),
-        (["recipe=a", "generation.vllm.servers=[x]"], "the servers are the job's own"),
-    ],
-)
-def test_what_the_script_sets_is_not_to_be_set(words: list[str], message: str) -> None:
-    settings, _ = slurm.split_words([*NEEDED, "vllm_nodes=1"])
-    with pytest.raises(UserError) as caught:
-        slurm.words_to_compose(settings, words)
-    assert message in str(caught.value)
 
 
 # The command.
@@ -183,30 +143,8 @@ def test_submitting(
 
 # The script, with stand-ins.
 
-FAKES = {
-    # Nodes n1, n2, n3; a requeue ends the script, as SLURM does.
-    "scontrol": """#!/bin/bash
-case "$1 $2" in
-  "show hostnames") printf '%s\\n' n1 n2 n3 ;;
-  "show job") echo "JobId=$3 JobState=$(cat "$FAKE/state")" ;;
-  requeue*) echo "$*" >>"$FAKE/requeued"; [ -e "$FAKE/refuses" ] && exit 1
-    echo COMPLETING >"$FAKE/state"; kill -TERM "$PPID" ;;
-esac
-""",
-    "squeue": "#!/bin/bash\necho 2033-05-18T03:33:20\n",
-    # Notes its options, then is the task of the step's first node.
-    "srun": """#!/bin/bash
-options=()
-while [ "$1" != bash ] && [ "$1" != true ]; do options+=("$1"); shift; done
-if [ "$1" = true ]; then
-  case "${options[*]}" in *"--nodelist=$(cat "$FAKE/dead" 2>/dev/null)") exit 1 ;; esac
-  exit 0
-fi
-printf '%s\\n' "${options[*]}" >>"$FAKE/steps"
-SLURM_NODEID=0 SLURMD_NODENAME=n1 exec "$@"
-""",
-    # In place of the nodes' Python.
-    "python": f"""#!{sys.executable} -SE
+# In place of the nodes' Python; slurm_fakes/ has the programs of SLURM.
+PYTHON = f"""#!{sys.executable} -SE
 import json, os, pathlib, signal, sys, time
 fake, run = pathlib.Path(os.environ["FAKE"]), pathlib.Path(os.environ["RUN"])
 words = sys.argv[1:]
@@ -228,8 +166,7 @@ def ready_for(*signals):
     (fake / f"in-{{kind}}").touch()
     time.sleep(60)
 exec(os.environ.get("ON_" + kind, ""))
-""",
-}
+"""
 
 
 @dataclass
@@ -288,10 +225,9 @@ class Batch:
 def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Batch]:
     def make_batch(*words: str, **environment: str) -> Batch:
         fake, run = tmp_path / "fake", tmp_path / "a run"
-        fake.mkdir()
-        for name, text in FAKES.items():
-            (fake / name).write_text(text)
-            (fake / name).chmod(0o755)
+        shutil.copytree(Path(__file__).parent / "slurm_fakes", fake)
+        (fake / "python").write_text(PYTHON)
+        (fake / "python").chmod(0o755)
         place = slurm.Place(
             work_dir=f"'{tmp_path}'", run_dir=f"'{run}'", log="%j", python=str(fake / "python"),
             setup="export S_ET=up",

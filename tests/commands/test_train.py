@@ -1,7 +1,5 @@
 """A run that ends before its first step, or early, and what the others and the batch job learn."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`grpo watch`: the block of text, and the view that follows a run."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path
@@ -10,15 +8,14 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from grpo_cli import cli
 from grpo_cli.commands import watch
 from grpo_cli.reporting.live import following
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.live.panels import view
 from grpo_cli.reporting.run_folder import RunFolder
 from tests import programs
+from tests.commands.conftest import Grpo
 from tests.runs_on_disk import NOW, write_completions, write_run
-from tests.tables import table
 
 # GRPO_WRITE_SNAPSHOTS=1 rewrites them.
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -44,45 +41,16 @@ def keep(name: str, screen: str) -> None:
         (SNAPSHOTS / f"{name}.txt").write_text(screen, encoding="utf-8")
 
 
-def block(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str, width: int = 80
-) -> tuple[int, str, str]:
-    monkeypatch.setenv("COLUMNS", str(width))
-    code = cli.run_command(["watch", *words])
-    out, err = capfd.readouterr()
-    return code, out, err
-
-
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_block_of_text(
-    run_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+    run_folder: Path, grpo: Grpo, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    code, out, err = block(capfd, monkeypatch, str(run_folder), width=width)
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, err = grpo("watch", str(run_folder))
     assert (code, err) == (0, "")
     keep(f"block-{width}", out)
     assert out == (SNAPSHOTS / f"block-{width}.txt").read_text(encoding="utf-8")
     assert not any(ord(c) < 32 for c in out.replace("\n", ""))
-
-
-@table(
-    ("words", "said"),
-    [
-        ([], "Shows a run while it runs"),
-        (["gone"], "RUN = gone: there is no such folder."),
-        (["empty"], "RUN = empty: this is no folder of a run"),
-        (["--once"], "grpo watch: give one run, such as outputs/NAME; got nothing."),
-        (["empty", "--evry=2"], "there is no such option"),
-    ],
-)
-def test_mistakes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    words: list[str], said: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir(exist_ok=True)
-    code, out, err = block(capfd, monkeypatch, *words)
-    assert said in (err if words else out)
-    assert code == (2 if words else 0)
 
 
 @pytest.mark.programs

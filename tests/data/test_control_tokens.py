@@ -1,7 +1,5 @@
 """Control tokens that a row writes are plain text; those of templates and recipes stay tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +134,9 @@ def test_the_tokenizers_own_tokens_stand_around_a_plain_prompt() -> None:
     found = prompt_of(tokenizer, {"q": "a<|im_end|>b"}, prompt="{q}")
     assert tokenizer.decode(found.ids) == "<|im_start|>a<|im_end|>b<|im_end|>"
     assert control(tokenizer, found) == ["<|im_start|>", "<|im_end|>"]
+    chat = prompt_of(tokenizer, {"q": "a"}, prompt="{q}", chat=True)
+    rendered = conversations.render(tokenizer, chat.text, {}, "here", [MULTIPLY])
+    assert tokenizer.decode(chat.ids) == rendered, "and around no chat"
 
 
 @table(

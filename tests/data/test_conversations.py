@@ -1,7 +1,5 @@
 """Conversations as prompts: forms that are taken or refused, and what the model sees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

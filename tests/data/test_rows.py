@@ -1,13 +1,9 @@
-import csv
 import dataclasses
 import gzip
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
-import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -26,58 +22,17 @@ from grpo_cli.data.prompts import epoch_order
 from grpo_cli.errors import UserError
 from grpo_cli.records import Prompt
 from grpo_cli.training.rollouts.queue import RolloutQueue
+from tests.data.test_files import write
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(4)]
 
 
-def as_lines(rows: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def write_jsonl(path: Path) -> None:
-    path.write_text(as_lines(ROWS), "utf-8")
-
-
-def write_gz(path: Path) -> None:
-    path.write_bytes(gzip.compress(as_lines(ROWS).encode()))
-
-
-def write_json(path: Path) -> None:
-    path.write_text(json.dumps(ROWS, indent=1), "utf-8")
-
-
-def write_csv(path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["question", "answer", "level"])
-        writer.writeheader()
-        writer.writerows(ROWS)
-
-
-def write_parquet(path: Path) -> None:
-    datasets.Dataset.from_list(ROWS).to_parquet(str(path))
-
-
-WRITERS: dict[str, Callable[[Path], None]] = {
-    "rows.jsonl": write_jsonl,
-    "rows.jsonl.gz": write_gz,
-    "rows.json": write_json,
-    "rows.csv": write_csv,
-    "rows.parquet": write_parquet,
-}
-
-
-@pytest.fixture(params=WRITERS)
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    path = tmp_path / request.param
-    WRITERS[request.param](path)
-    return path
+NAMES = ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"]
 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    write_jsonl(path)
-    return path
+    return write(tmp_path / "rows.jsonl", *ROWS)
 
 
 def config(path: Path | str | None, **settings: Any) -> Dataset:
@@ -98,7 +53,9 @@ def message(config: Dataset, split: str = "train") -> str:
 # Files to rows.
 
 
-def test_every_format_gives_the_same_rows(file: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / name, *ROWS)
     rows = load_rows(config(file), "train")
     expected = ROWS
     if file.suffix == ".csv":  # where everything is text
@@ -135,13 +92,9 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("as_text", [as_lines, json.dumps])
-def test_text_beside_numbers_stays_the_text_it_is(
-    tmp_path: Path, as_text: Callable[[list[dict[str, Any]]], str]
-) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(as_text(MIXED), "utf-8")
-    found = list(files.load_local(path, None, "", "dataset.train"))
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_text_beside_numbers_stays_the_text_it_is(tmp_path: Path, name: str) -> None:
+    found = list(files.load_local(write(tmp_path / name, *MIXED), None, "", "dataset.train"))
     answers = ["7", "007", "1.50", "true", "null", None, "1.5", "false"]
     assert [row["answer"] for row in found] == answers
     assert [row["level"] for row in found] == list(range(1, 9)), "a column of numbers stays one"
@@ -179,8 +132,8 @@ def test_a_csv_row_of_another_width(tmp_path: Path, line: str, count: int) -> No
 
 
 def test_train_and_eval_have_each_their_file_and_limit(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl").write_text(as_lines(ROWS[::-1]), "utf-8")
+    write(tmp_path / "a.jsonl", *ROWS)
+    write(tmp_path / "b.jsonl", *ROWS[::-1])
     both = config(tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"), train_limit=1, eval_limit=3)
     assert rows_of(load_rows(both, "train")) == ROWS[:1]
     assert rows_of(load_rows(both, "eval")) == ROWS[:0:-1]
@@ -238,9 +191,7 @@ def test_renamed_columns(jsonl: Path) -> None:
     # a new name that is taken: the old column of that name goes
     rows = load_rows(config(jsonl, columns={"answer": "level"}), "train")
     assert rows_of(rows)[1] == {"question": "1+1=", "answer": 1}
-
-
-def test_columns_may_swap_their_names(jsonl: Path) -> None:
+    # and two may swap their names
     swapped = {"answer": "question", "question": "answer"}
     found = rows_of(load_rows(config(jsonl, columns=swapped), "train"))
     assert [(row["answer"], row["question"]) for row in found] == [
@@ -291,21 +242,16 @@ def test_malformed_files(tmp_path: Path, name: str, text: str, complaint: str) -
     assert "\n" not in found
 
 
-@pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(as_lines(ROWS).encode())[:-20]], ids=["other", "cut"]
-)
-def test_a_file_that_is_not_whole_gzip(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(content)
-    assert message(config(path)).startswith(f"dataset.train = {path}: cannot be read: ")
+def test_a_file_that_is_not_whole_gzip(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl.gz", *ROWS)
+    for content in (b"no gzip", path.read_bytes()[:-20]):
+        path.write_bytes(content)
+        assert message(config(path)).startswith(f"dataset.train = {path}: cannot be read: ")
 
 
 def test_a_hub_name_that_cannot_be_loaded() -> None:
     found = message(config("no-such-owner/no-such-data", train_split="dev"))
-    assert found.startswith(
-        "dataset.train = no-such-owner/no-such-data: no such file here, and as a hub data set "
-        "(split dev) it cannot be loaded: "
-    )
+    assert "no such file here, and as a hub data set (split dev) it cannot be loaded: " in found
 
 
 def test_rename_of_a_missing_column(jsonl: Path) -> None:
@@ -369,13 +315,12 @@ def test_over_long_prompts_are_dropped(tokenizer: PreTrainedTokenizerFast) -> No
     prompts, overlong = make_prompts(given, Dataset(max_prompt_tokens=4), tokenizer)
     assert [(p.row, p.text) for p in prompts] == [(0, "abcd"), (2, "xy")]
     assert overlong == 1
-
-
-def test_every_prompt_over_long(tokenizer: PreTrainedTokenizerFast) -> None:
-    given = rows({"prompt": "abcdefg"}, {"prompt": "abcde"})
-    said = prompt_message(given, Dataset(max_prompt_tokens=4), tokenizer)
-    assert said.startswith("dataset.max_prompt_tokens = 4: every prompt of rows.jsonl is longer")
-    assert "(the shortest has 5 tokens)" in said
+    prompts, overlong = make_prompts(given, Dataset(max_prompt_tokens=1), tokenizer, held_out=True)
+    assert [len(p.ids) for p in prompts] == [4, 5, 2], "held-out rows are never dropped or cut"
+    assert overlong == 0
+    said = prompt_message(given, Dataset(max_prompt_tokens=1), tokenizer)
+    assert said.startswith("dataset.max_prompt_tokens = 1: every prompt of rows.jsonl is longer")
+    assert "(the shortest has 2 tokens)" in said
 
 
 def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -422,25 +367,6 @@ def test_chat_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     said = prompt_message(rows({"prompt": "a"}), Dataset(chat=True), plain)
     assert said.endswith("set model.chat_template or dataset.chat=false.")
-
-
-def test_special_tokens_are_added_to_plain_prompts_alone() -> None:
-    class Notes:
-        """A tokenizer that notes whether it was asked for special tokens."""
-
-        chat_template = "yes"
-        added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-        all_special_tokens = ()
-
-        def apply_chat_template(self, messages: Any, **_: Any) -> str:
-            return str(messages[0]["content"])
-
-        def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, Any]:
-            return {"input_ids": [[1] * add_special_tokens + [9] for _ in texts]}
-
-    for chat, ids in ((False, [1, 9]), (True, [9])):
-        (prompt,), _ = make_prompts(rows({"prompt": "a"}), Dataset(chat=chat), Notes())  # type: ignore[arg-type]
-        assert prompt.ids == ids
 
 
 def test_solution_pairs() -> None:
@@ -501,11 +427,7 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
     epochs = [order[i : i + 7] for i in range(0, 70, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 10
-
-
-def test_without_shuffling_the_order_is_the_datas() -> None:
-    stream = PromptStream(PROMPTS, seed=1, shuffle=False)
-    assert taken(stream, 0, 14) == [*range(7), *range(7)]
+    assert taken(PromptStream(PROMPTS, seed=1, shuffle=False), 0, 14) == [*range(7), *range(7)]
 
 
 def test_what_stands_at_a_position_is_a_function_of_seed_and_position() -> None:
@@ -568,13 +490,6 @@ def test_a_share_counts_a_prompt_once_and_each_of_its_completions() -> None:
     assert shares == [[1], [0, 2]]  # 10 + 4 · 1 = 14, 1 + 4 · 4 = 17 and 1 + 4 · 2 = 9
 
 
-def test_held_out_rows_are_never_dropped_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:
-    given = rows({"prompt": "1+1="}, {"prompt": "1234567890"})
-    prompts, overlong = make_prompts(given, Dataset(max_prompt_tokens=4), tokenizer, held_out=True)
-    assert [len(p.ids) for p in prompts] == [4, 10]
-    assert overlong == 0
-
-
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"question": ' + "[" * 100_000])
 def test_json_without_end_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "deep.jsonl"
@@ -591,19 +506,16 @@ def held_out(jsonl: Path, **settings: Any) -> tuple[list[str], list[str]]:
 
 
 def test_held_out_rows_and_training_rows_are_disjoint_and_all(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(as_lines([{"question": f"{n}", "level": n} for n in range(100)]), "utf-8")
+    rows = ({"question": f"{n}", "level": n} for n in range(100))
+    path = write(tmp_path / "rows.jsonl", *rows)
     train, test = held_out(path, test_split_size=0.2)
     assert len(test) == 20
     assert sorted(train + test) == sorted(str(n) for n in range(100))
     assert train == sorted(train, key=int), "in the order of the data"
     assert held_out(path, test_split_size=20) == (train, test)
     assert held_out(path, test_split_size=20, eval_limit=3) == (train, test[:3])
-    assert test[:4] == TEST_SPLIT, "the same in every version"
+    assert test[:4] == ["0", "7", "17", "20"], "the same in every version"
     assert len(held_out(path, test_split_size=0.001)[1]) == 1
-
-
-TEST_SPLIT = ["0", "7", "17", "20"]
 
 
 def test_no_row_left_to_train_on(jsonl: Path) -> None:

@@ -1,7 +1,5 @@
 """Completions are stored with the images of their prompts, and read again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

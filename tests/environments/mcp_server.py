@@ -3,8 +3,6 @@
 Its tools: add, count (how often this process was called), and fault, which does what it is told.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

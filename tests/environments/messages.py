@@ -1,7 +1,5 @@
 """Turns of a model, and the texts of replies, for tests of environments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_cli.environments.protocol import Message, Observation

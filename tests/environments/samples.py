@@ -1,7 +1,5 @@
 """Environments and tools for tests of sessions: light to import in a worker process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -153,7 +151,7 @@ class Draws:
         return Observation([{"role": "user", "content": self.draw()}])
 
     def draw(self) -> str:
-        return f"{random.random()} {np.random.rand()}"
+        return f"{random.random()} {np.random.rand()} {np.random.randn()}"
 
 
 class Faulty:
@@ -239,7 +237,7 @@ class Numbered:
 
 
 class Closes:
-    """Writes a file when it is closed."""
+    """Writes a file when it is closed, and raises an error."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -253,6 +251,7 @@ class Closes:
 
     def close(self) -> None:
         self.file.write_text("")
+        raise RuntimeError("never opened")
 
 
 def gone_wrong(a: int) -> int:

@@ -1,9 +1,6 @@
 """What users bring as an environment, and what may not be one."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -47,19 +44,19 @@ def test_our_own_manner_with_a_tool_of_the_recipe() -> None:
     asyncio.run(episode())
 
 
+class Shop:
+    tools = ({"type": "function", "function": {"name": "buy", "parameters": {}}},)
+
+    def reset(self, row: Any) -> Observation:
+        return Observation()
+
+    def step(self, message: Message) -> Observation:
+        (call,) = message["tool_calls"]
+        return Observation([{"role": "tool", "name": call["function"]["name"], "content": "!"}])
+
+
 def test_the_calls_of_an_environments_own_tools_go_to_it_and_the_others_to_functions() -> None:
-    class Shop:
-        tools = ({"type": "function", "function": {"name": "buy", "parameters": {}}},)
-
-        def reset(self, row: Any, seed: int) -> Observation:
-            return Observation()
-
-        def step(self, message: Message) -> Observation:
-            (call,) = message["tool_calls"]
-            return Observation([{"role": "tool", "name": call["function"]["name"], "content": "!"}])
-
-    samples.Shop = Shop  # type: ignore[attr-defined]
-    env = made(path=f"{SAMPLES}:Shop", tools={"times": f"{SAMPLES}:multiply"})
+    env = made(path=f"{HERE}:Shop", tools={"times": f"{SAMPLES}:multiply"})
     assert names(env.schemas) == ["buy", "times"]
     answer = asyncio.run(env.step(calls(("buy", {}), ("times", {"a": 2, "b": 4}))))
     assert [(m["name"], m["content"]) for m in answer.messages] == [("times", "8"), ("buy", "!")]
@@ -161,31 +158,6 @@ class NoDocstring:
         return where
 
 
-class TwoNames:
-    def reset(self) -> None: ...
-
-    def times(self) -> int:
-        """Has the name of a tool of the recipe."""
-        return 0
-
-
-class Buys:
-    tools = ({"type": "function", "function": {"name": "times", "parameters": {}}},)
-
-    def reset(self, row: Any) -> Observation:
-        return Observation()
-
-    def step(self, message: Message) -> Observation:
-        return Observation()
-
-
-class Raises:
-    def __init__(self) -> None:
-        raise RuntimeError("no licence")
-
-    def reset(self, row: Any) -> None: ...
-
-
 HERE = "tests.environments.test_adapters"
 
 
@@ -202,14 +174,15 @@ HERE = "tests.environments.test_adapters"
             "environment.args.limits: tests.environments.samples:Guess takes no such argument; it "
             "takes limit. Did you mean limit?",
         ),
-        ({"path": f"{HERE}:Raises"}, "its constructor raised RuntimeError: no licence at "),
         ({"path": f"{HERE}:NoDocstring"}, "method go: "),
-        ({"path": f"{HERE}:TwoNames"}, "there are two tools called 'times'"),
+        ({"path": f"{SAMPLES}:Counter", "tool": "later"}, "there are two tools called 'later'"),
+        ({"path": f"{HERE}:Shop", "tool": "buy"}, "there are two tools called 'buy'"),
     ],
 )
 def test_what_cannot_be_made(settings: dict[str, Any], says: str) -> None:
+    tools = {settings.pop("tool", "times"): f"{SAMPLES}:multiply"}
     with pytest.raises((UserError, Broken)) as error:
-        made(**settings, tools={"times": f"{SAMPLES}:multiply"})
+        _ = made(**settings, tools=tools).schemas
     assert says in str(error.value)
 
 
@@ -280,12 +253,6 @@ def test_the_reward_of_an_episode_is_a_finite_number_or_none() -> None:
             asyncio.run(env.finish())
 
 
-def test_a_tool_of_an_environment_with_the_name_of_one_of_the_recipe() -> None:
-    env = made(path=f"{HERE}:Buys", tools={"times": f"{SAMPLES}:multiply"})
-    with pytest.raises(UserError, match="there are two tools called 'times'"):
-        _ = env.schemas
-
-
 @table(
     ("row", "returned", "says"),
     [
@@ -306,25 +273,14 @@ def test_a_reset_in_trls_manner_that_does_not_fit(
     assert says in str(error.value)
 
 
-class BeginsAtItsEnd:
-    def __init__(self, **returned: Any) -> None:
-        self.returned = returned
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        return Observation(**self.returned)
-
-    def step(self, message: Message) -> Observation:
-        return Observation(done=True)
-
-
-@pytest.mark.parametrize(
+@table(
     ("returned", "problem"),
     [({"done": True}, "it returned done=True"), ({"reward": 0.0}, "it returned the reward 0")],
 )
 def test_a_reset_neither_ends_nor_rewards(returned: dict[str, Any], problem: str) -> None:
-    env = made(path=f"{HERE}:BeginsAtItsEnd", args=returned)
+    row = {"in": "reset", "returns": Observation(**returned)}
     with pytest.raises(Broken, match=f"{problem}, and the model has taken no turn yet"):
-        asyncio.run(env.reset({}, 0))
+        asyncio.run(made(path=f"{SAMPLES}:Faulty").reset(row, 0))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.response import FORMATS, MalformedCall
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Prompt
-from tests.environments.templates import FAMILIES, MULTIPLY, QWEN2_5
+from tests.environments.templates import FAMILIES, MULTIPLY, RESPONSE_TEMPLATE
 from tests.tables import table
 
 Make = Callable[..., Chat]
@@ -79,12 +79,7 @@ def test_a_family_passes_and_its_format_is_found(make: Make, family: str) -> Non
         ("qwen3", ["user"], False, "changes message 2 (assistant) when message 3 (user) follows"),
         ("qwen3_5", ["tool", "user"], True, "when message 8 (user) follows"),
         ("mistral", None, True, "changes message 1 (user) when message 8 (user) follows"),
-        (
-            "gemma",
-            ["tool"],
-            True,
-            "refuses a conversation of 3 messages that ends with tool: roles",
-        ),
+        ("gemma", ["tool"], True, "refuses a conversation of 3 messages that ends with tool: "),
     ],
 )
 def test_a_template_that_cannot_grow_is_refused(
@@ -104,7 +99,9 @@ def test_without_tools_no_role_for_tools_is_needed(make: Make, family: str) -> N
     make(family, tools=[]).check()
 
 
+QWEN2_5 = FAMILIES["qwen2_5"].template
 CALL_PART = "{{- c.function.arguments | tojson }}"
+RESULT, ASKS = r"+ m.content + '\n</tool_r", r"'<|im_start|>assistant\n' }}{% endif"
 
 
 @table(
@@ -113,26 +110,22 @@ CALL_PART = "{{- c.function.arguments | tojson }}"
         ('{"name": "\' + c.function.name', '{"name": "\' + "f"', "drops the name of a tool call"),
         (CALL_PART, "{{- {'argument_key': 1} | tojson }}", "drops the argument's value of"),
         (CALL_PART, "{{- c.function.arguments.values() | list }}", "drops the argument's name of"),
-        ("+ m.content + '\n</tool_r", "+ '\n</tool_r", "drops the result of a tool call"),
-        ("{{- '<|im_end|>\n' }}", "", "does not end a turn of the assistant"),
+        (RESULT, RESULT.replace("m.content +", ""), "drops the result of a tool call"),
+        (RESULT, RESULT.replace("content", "content | upper"), "drops the result"),
+        (r"{{- '<|im_end|>\n' }}", "", "does not end a turn of the assistant"),
         (
-            "{{- '<|im_start|>' + m.role + '\n'",
-            "{{- '<|im_start|>' + m.role + ' ' + (messages | length) | string + '\n'",
+            r"{{- '<|im_start|>' + m.role + '\n'",
+            r"{{- '<|im_start|>' + m.role + ' ' + (messages | length) | string + '\n'",
             "begins message 2 (assistant with a tool call) otherwise than its generation prompt",
         ),
-        (
-            "add_generation_prompt %}",
-            "add_generation_prompt %}{{ raise_exception('no') }}",
-            ": no;",
-        ),
+        ("prompt %}", "prompt %}{{ raise_exception('no') }}", ": no;"),
         (CALL_PART, "{{- '' + c.function.arguments }}", "refuses a conversation of 2 messages"),
         ("<tool_call>", "<the_call>", "no format reads a tool call"),
         (
-            "'<|im_start|>assistant\n' }}{% endif",
-            "'<|im_start|>assistant\n' + '!' * (messages | length > 2) }}{% endif",
+            ASKS,
+            ASKS.replace("' }}", "' + '!' * (messages | length > 2) }}"),
             "generation prompt of the chat template behind message 4 (tool)",
         ),
-        ("+ m.content + '\n</tool_r", "+ m.content | upper + '\n</tool_r", "drops the result"),
     ],
 )
 def test_a_template_that_drops_or_changes_something_is_refused(
@@ -141,33 +134,17 @@ def test_a_template_that_drops_or_changes_something_is_refused(
     assert changed in QWEN2_5
     with pytest.raises(UserError) as error:
         make("qwen2_5", QWEN2_5.replace(changed, to)).check()
-    if "loop" not in to:
-        assert expected in str(error.value)
+    assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_the_tokenizers_own_response_template_goes_first(make: Make) -> None:
     chat = make("qwen2_5")
-    own = {
-        "version": 1,
-        "start_anchor": "<|im_start|>assistant\n",
-        "defaults": {"role": "assistant"},
-        "fields": {
-            "content": {"content": "text"},
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close": "</tool_call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-        },
-    }
     tokenizer: Any = chat.tokenizer
-    tokenizer.response_template = own
+    tokenizer.response_template = RESPONSE_TEMPLATE
     try:
         chat.check()
-        assert chat.parser.template == own
+        assert chat.parser.template == RESPONSE_TEMPLATE
         ids = chat.turn_ids({"role": "assistant", "content": "", "tool_calls": [call(a=1)]})
         assert chat.read(ids)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
         with pytest.raises(MalformedCall, match="could not be read"):

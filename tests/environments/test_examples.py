@@ -3,7 +3,6 @@
 import random
 import sys
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,20 +49,7 @@ def test_halving_finds_31_of_32_numbers() -> None:
     assert sum(rewards) / 32 == pytest.approx(0.969, abs=5e-4)
 
 
-def found_by_chance(left: int, turns: int) -> Fraction:
-    """The chance to find one of `left` numbers by guesses at random among those that are left."""
-    if turns == 0 or left == 0:
-        return Fraction(0)
-    found = Fraction(1, left)
-    for n in range(left):  # numbers that are left on one side of the guess
-        found += Fraction(2 * n, left) * found_by_chance(n, turns - 1) / left
-    return found
-
-
-def test_the_baselines_of_the_docstring() -> None:
-    assert float(found_by_chance(32, 5)) == pytest.approx(0.533, abs=5e-4)
-    blind = 1 - (31 / 32) ** 5
-    assert blind == pytest.approx(0.147, abs=5e-4)
+def test_guesses_at_random_among_what_is_left_find_half() -> None:
     rng = random.Random(0)
     games = [play(lambda a, b: str(rng.randint(a, b)), rng.randrange(32))[0] for _ in range(4000)]
     assert sum(games) / 4000 == pytest.approx(0.533, abs=0.03)

@@ -1,7 +1,5 @@
 """Tests how rows choose their environments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import pytest
 
 from grpo_cli import data
 from grpo_cli.config.schema import Dataset, EnvironmentSettings, EpisodeSettings, Recipe
-from grpo_cli.environments.factory import check_trl_rollout, first_rows, known_name, tools_of
+from grpo_cli.environments.factory import check_trl_rollout, first_rows, tools_of
 from grpo_cli.errors import UserError
 
 
@@ -25,12 +23,6 @@ def test_a_row_of_a_stream_that_names_no_environment_is_a_mistake_in_the_data() 
     assert list(tools({"environment": "words"})) == [{"of": "words"}]
     with pytest.raises(UserError, match=r"'environment' names no environment: 'word'; .*words"):
         tools({"environment": "word"})
-
-
-def test_a_row_is_named_where_its_number_is_known() -> None:
-    sessions: Any = SimpleNamespace(spec=SimpleNamespace(names=["maze", "words"]))
-    with pytest.raises(UserError, match=r"row 3: the column .* names no environment: None"):
-        known_name({}, sessions, "row 3: ")
 
 
 def test_only_the_first_row_of_each_environment_is_read(
@@ -63,14 +55,8 @@ def two_lists(prompts: Any, trainer: Any) -> Any: ...
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            {"episode": EpisodeSettings(max_turns=3)},
-            r"^episode\.max_turns = 3: is only read with a ",
-        ),
-        (
-            {"environment": EnvironmentSettings(workers=1)},
-            r"environment\.workers=null takes it back",
-        ),
+        ({"episode": EpisodeSettings(max_turns=3)}, r"^episode\.max_turns = 3: is only read with"),
+        ({"environment": EnvironmentSettings(workers=1)}, r"environment\.workers=null takes it"),
         ({"tools": {"add": "m:add"}}, "together with tools"),
     ],
 )

@@ -1,67 +1,33 @@
 """MCP servers: a process that speaks JSON-RPC, and one behind HTTP."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.protocol import Observation
-from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
+from grpo_cli.environments.sessions import Session
 from grpo_cli.errors import UserError
+from tests.environments.conftest import PATIENCE, Open, begin, failed
 from tests.environments.messages import calls, texts
-from tests.programs import ROOT
-from tests.scoring.test_pool import gone
+from tests.programs import ROOT, gone
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.programs
 
-PATIENCE = 60.0
 SERVER = shlex.join([sys.executable, str(ROOT / "tests/environments/mcp_server.py")])
-
-Open = Callable[..., Sessions]
-
-
-@pytest.fixture
-def start() -> Iterator[Open]:
-    opened = []
-
-    def start(server: str = SERVER, **more: Any) -> Sessions:
-        tools = more.pop("tools", None)
-        settings: dict[str, Any] = {"mcp": server, "workers": 1, "seconds": 30.0, **more}
-        opened.append(Sessions(EnvironmentSettings(**settings), tools))
-        return opened[-1]
-
-    yield start
-    for sessions in opened:
-        sessions.close()
-
-
-def begin(sessions: Sessions) -> Session:
-    session = sessions.open("", {}, 0)
-    session.reset().result(PATIENCE)
-    return session
 
 
 def step(session: Session, *made: tuple[str, Any]) -> list[str]:
     return texts(session.step(calls(*made)).result(PATIENCE))
 
 
-def failed(call: Any) -> EnvironmentFailure:
-    error = call.exception(PATIENCE)
-    assert isinstance(error, EnvironmentFailure), error
-    return error
-
-
 def test_the_tools_of_a_server_and_of_the_recipe(start: Open) -> None:
-    sessions = start(tools={"times": "tests.environments.samples:multiply"})
+    sessions = start(mcp=SERVER, tools={"times": "multiply"})
     schemas = [s["function"] for s in sessions.schemas()]
     assert [s["name"] for s in schemas] == ["add", "count", "fault", "times"]
     assert schemas[0]["description"] == "Adds."
@@ -81,12 +47,12 @@ def test_the_tools_of_a_server_and_of_the_recipe(start: Open) -> None:
     ],
 )
 def test_results(start: Open, what: str, text: str) -> None:
-    assert step(begin(start()), ("fault", {"what": what})) == [text]
+    assert step(begin(start(mcp=SERVER)), ("fault", {"what": what})) == [text]
 
 
 def test_the_rollouts_of_a_worker_share_a_server_or_have_their_own(start: Open) -> None:
     def counts(**more: Any) -> list[list[str]]:
-        sessions = start(**more)
+        sessions = start(mcp=SERVER, **more)
         return [step(begin(sessions), ("count", {}))[0].split() for _ in range(2)]
 
     (first, one), (second, two) = counts()
@@ -96,7 +62,7 @@ def test_the_rollouts_of_a_worker_share_a_server_or_have_their_own(start: Open) 
 
 
 def test_a_server_that_ends_is_started_again_for_the_next_episode(start: Open) -> None:
-    sessions = start()
+    sessions = start(mcp=SERVER)
     session, other = begin(sessions), begin(sessions)
     failure = failed(session.step(calls(("fault", {"what": "end"}))))
     assert failure.own
@@ -106,7 +72,7 @@ def test_a_server_that_ends_is_started_again_for_the_next_episode(start: Open) -
 
 
 def test_a_call_that_never_returns(start: Open) -> None:
-    sessions = start(seconds=1.0, args={"per_rollout": True})
+    sessions = start(mcp=SERVER, seconds=1.0, args={"per_rollout": True})
     session = begin(sessions)
     server = int(step(session, ("count", {}))[0].split()[0])
     observation = session.step(calls(("fault", {"what": "sleep"}))).result(PATIENCE)
@@ -127,7 +93,7 @@ def test_a_call_that_never_returns(start: Open) -> None:
 )
 def test_what_is_no_server(start: Open, server: str, says: str) -> None:
     with pytest.raises(UserError) as error:
-        start(server, seconds=1.0).schemas()
+        start(mcp=server, seconds=1.0).schemas()
     assert says in str(error.value)
 
 
@@ -182,7 +148,7 @@ def test_a_server_behind_http(start: Open) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        sessions = start(f"http://127.0.0.1:{server.server_port}/mcp")
+        sessions = start(mcp=f"http://127.0.0.1:{server.server_port}/mcp")
         session = begin(sessions)
         assert step(session, ("add", {})) == ["5"]
         assert Handler.seen[-2:] == ["s1", "s1"]

@@ -3,8 +3,6 @@
 The models are scripts: each says what comes next in a transcript, or draws fragments from a seed.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time
@@ -32,6 +30,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import BUILD, CPU, as_prompts
+from tests.tables import rows_of, table
 
 END = "<|im_end|>"
 QUICK = Tools(seconds=20.0)
@@ -152,83 +151,21 @@ def parts_of(c: Completion, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [Out(t) if (i % 2 == 0) != begins_sampled else t for i, t in enumerate(texts)]
 
 
-# Which text is a program
+# Which text is a program, and what is shown of a call.
+
+PROGRAMS = rows_of("environments/programs.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("text", "at_end", "expected"),
-    [
-        ("```python\nx = 1\n```\n", False, "x = 1\n"),
-        ("So:\n```py\nx = 1\n\ny\n``` \nand", False, "x = 1\n\ny\n"),
-        ("``` Python3 title=a\nx\n```\n", False, "x\n"),
-        ("```python\n```\n", False, ""),
-        ("```python\nx = 1\n```", False, None),  # "```text" may be about to come
-        ("```python\nx = 1\n```", True, "x = 1\n"),
-        ("```python\nx = 1\n", False, None),
-        ("```python\nx = 1\n", True, None),
-        ("```python", True, None),
-        ("no fence", True, None),
-        ("```output\n1\n```\n", False, None),
-        ("```text\n```python\nx = 1\n```\n", False, None),  # inside the other
-        ("```text\na\n```\n```python\nx = 1\n```\n", False, "x = 1\n"),
-        ("```python\nx = '''\n```text\n'''\n```\n", False, "x = '''\n```text\n'''\n"),
-        ("````python\n```\nx\n```\n````\n", False, "```\nx\n```\n"),
-        ("```python\nprint('```')\n```\n", False, "print('```')\n"),
-        ("```python\nprint(1)```\n", False, None),
-        ("1. so\n   ```python\n   for x in y:\n     x\n   ```\n", False, "for x in y:\n  x\n"),
-        ("```python\n  x = 1\n  if x:\n    y\n```\n", False, "x = 1\nif x:\n  y\n"),
-        ("```python\r\nx = 1\r\n```\r\n", False, "x = 1\r\n"),
-        ("```python\ns = '\u2028'\n```\n", False, "s = '\u2028'\n"),
-        ("```" * 50_000 + "\n", False, None),
-    ],
-)
-def test_closed_program(text: str, at_end: bool, expected: str | None) -> None:
-    assert closed_program(text, at_end) == expected
+@table("row", [row for row in PROGRAMS if "program" in row])
+def test_closed_program(row: dict[str, Any]) -> None:
+    assert closed_program(row["text"], row["at_end"]) == row["program"]
+    assert closed_program("```" * 50_000 + "\n", row["at_end"]) is None
 
 
-# One call
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        (["x = 1", "print(x)"], Answer("1")),
-        (["print('unseen')\nx = 1", "x + 1"], Answer("2")),
-        (["print(1)\n2"], Answer("1\n2")),
-        ([""], Answer("")),
-        (["print('a\\n\\n')"], Answer("a")),
-        (["print('é 漢 \\ud800')"], Answer("é 漢 \\ud800")),
-        (["1 / 0"], Answer("ZeroDivisionError: division by zero", "error")),
-        (["print(1)\nx"], Answer("1\nNameError: name 'x' is not defined", "error")),
-        (["x = 5\nraise KeyError(x)", "x"], Answer("5")),  # what came before it stays
-        (["import json\njson.loads('')"], Answer(
-            "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", "error"
-        )),
-        (["x = 1\n  y = 2"], Answer("IndentationError: unexpected indent (line 2)", "error")),
-        (["'\0'"], Answer("SyntaxError: source code string cannot contain null bytes", "error")),
-        (["input()"], Answer("EOFError: EOF when reading a line", "error")),
-        (["exit()"], Answer("")),
-        (["import os\nprint(1)\nos.close(1)"], Answer("1")),
-        (["import os\nos.write = os._exit = os.dup2 = None", "3"], Answer("3")),
-        (["import os\nif os.fork() == 0:\n    os.wait = 1\nelse:\n    os.wait()\n    print(1)"],
-            Answer("1")),
-        (["from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int", "A(1)"],
-            Answer("A(x=1)")),
-        (["import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n3"],
-            Answer("3")),
-        (["def f(): return f()\nf()"],
-            Answer("RecursionError: maximum recursion depth exceeded", "error")),
-        # left out of later calls
-        (["import os\nprint(1)\nos._exit(3)"], Answer(
-            "1\nRuntimeError: the program ended Python itself (exit code 3)", "error", False
-        )),
-        (["import os\nos.kill(os.getpid(), 11)"],
-            Answer("RuntimeError: ended by SIGSEGV", "killed", False)),
-        (["x = bytearray(10**10)"], Answer("MemoryError", "memory", False)),
-    ],
-)  # fmt: skip
-def test_what_is_shown_of_a_call(blocks: list[str], expected: Answer) -> None:
-    assert execute(blocks, QUICK) == expected
+@pytest.mark.parametrize("row", [row for row in PROGRAMS if "blocks" in row])
+def test_what_is_shown_of_a_call(row: dict[str, Any]) -> None:
+    expected = Answer(row["text"], row.get("status", "ok"), row.get("keeps", True))
+    assert execute(row["blocks"], QUICK) == expected
 
 
 def test_an_endless_output_is_stopped_and_its_middle_left_out(
@@ -604,22 +541,3 @@ def test_with_the_embedded_engine(
     written = len(encode(tokenizer, out("42")))
     assert [r.loss_tokens for r in group.rollouts] == [len(r.completion.ids) - written] * 2
     assert batch.loss_mask.sum(1).tolist() == [r.loss_tokens for r in group.rollouts]
-
-
-def test_drawn_with_the_embedded_engine_whatever_shares_the_rounds(
-    trained: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    def completions(order: list[int], rows: int) -> dict[int, list[Completion]]:
-        inner = TransformersGenerator(
-            trained, [tokenizer.eos_token_id], rows, tokenizer=tokenizer, say=pytest.fail
-        )
-        prompts = [encode(tokenizer, ("6*7?", "6*7?", "6")[n]) for n in order]
-        seeds = [derive_seed(n) for n in order]
-        how = (QUICK, prompts, 3, Sampling(60, temperature=0.9), seeds)
-        found = sample(inner, tokenizer, *how)
-        return dict(zip(order, found, strict=True))
-
-    together, alone = completions([0, 1, 2], 100), completions([1], 1)
-    assert [c.ids for c in alone[1]] == [c.ids for c in together[1]]
-    assert [c.is_sampled for c in alone[1]] == [c.is_sampled for c in together[1]]
-    assert sum(c.tool_calls for g in together.values() for c in g) >= 2

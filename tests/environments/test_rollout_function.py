@@ -1,30 +1,20 @@
 """Tests rollout functions that are coroutines."""
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.rollout_function import Conversation
-from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
+from grpo_cli.environments.sessions import Session
 from grpo_cli.errors import UserError
+from tests.environments.conftest import PATIENCE, Open, begin, failed
+from tests.environments.messages import texts
 
 pytestmark = pytest.mark.programs
 
-
-def double(x: int) -> int:
-    """Doubles a number.
-
-    Args:
-        x: the number.
-    """
-    return 2 * x
+HERE = "tests.environments.test_rollout_function"
 
 
 async def tool_loop(conversation: Conversation) -> None:
@@ -61,47 +51,36 @@ async def raises_later(conversation: Conversation) -> None:
     raise RuntimeError("no more")
 
 
-@contextlib.contextmanager
-def opened(name: str, **args: Any) -> Iterator[Session]:
-    path = f"tests.environments.test_rollout_function:{name}"
-    settings = EnvironmentSettings(path=path, args=args, workers=1)
-    with contextlib.closing(Sessions(settings)) as sessions:
-        yield sessions.open("", {"item": "a rug"}, 7)
+def opened(start: Open, name: str, **args: Any) -> Session:
+    return start(f"{HERE}:{name}", args=args).open("", {"item": "a rug"}, 7)
 
 
 def said(text: str, *calls: int) -> Message:
-    functions = [{"function": {"name": "double", "arguments": {"x": x}}} for x in calls]
+    functions = [{"function": {"name": "times", "arguments": {"a": x, "b": 2}}} for x in calls]
     return {"role": "assistant", "content": text} | ({"tool_calls": functions} if calls else {})
 
 
-def test_a_function_leads_the_conversation() -> None:
-    with opened("haggle", steps=2) as session:
-        first = session.reset().result(60)
-        assert [m["content"] for m in first.messages] == ["a rug?"]
-        second = session.step(said("abc")).result(60)
-        assert ([m["content"] for m in second.messages], second.reward) == (["7"], 3.0)
-        third = session.step(said("de")).result(60)
-        assert ([m["content"] for m in third.messages], third.reward) == (["8"], 2.0)
-        last = session.step(said("f")).result(60)
-        assert last.done
-        assert (last.reward, dict(last.rewards)) == (None, {"deal": 0.5})
-        assert dict(last.metrics) == {"rounds": 2.0}
+def test_a_function_leads_the_conversation(start: Open) -> None:
+    session = opened(start, "haggle", steps=2)
+    assert texts(session.reset().result(PATIENCE)) == ["a rug?"]
+    second = session.step(said("abc")).result(PATIENCE)
+    assert (texts(second), second.reward) == (["7"], 3.0)
+    third = session.step(said("de")).result(PATIENCE)
+    assert (texts(third), third.reward) == (["8"], 2.0)
+    last = session.step(said("f")).result(PATIENCE)
+    assert last.done
+    assert (last.reward, dict(last.rewards)) == (None, {"deal": 0.5})
+    assert dict(last.metrics) == {"rounds": 2.0}
 
 
-def test_the_built_in_loop_of_tools_can_be_written_with_it() -> None:
+def test_the_built_in_loop_of_tools_can_be_written_with_it(start: Open) -> None:
     turns = [said("first", 3, 4), said("", 10), said("done")]
     found: list[list[Observation]] = []
-    tools = {"double": "tests.environments.test_rollout_function:double"}
-    for settings in (
-        EnvironmentSettings(),
-        EnvironmentSettings(path="tests.environments.test_rollout_function:tool_loop"),
-    ):
-        with contextlib.closing(Sessions(settings, tools)) as sessions:
-            session = sessions.open("", {}, 0)
-            session.reset().result(60)
-            found.append([session.step(turn).result(60) for turn in turns])
+    for name in (None, f"{HERE}:tool_loop"):
+        session = begin(start(name, tools={"times": "multiply"}))
+        found.append([session.step(turn).result(PATIENCE) for turn in turns])
     ours, theirs = found
-    assert [[m["content"] for m in o.messages] for o in ours] == [["6", "8"], ["20"], []]
+    assert [texts(o) for o in ours] == [["6", "8"], ["20"], []]
     for a, b in zip(ours, theirs, strict=True):
         assert (list(a.messages), a.done) == (list(b.messages), b.done)
         assert [(c.name, c.failed) for c in a.calls] == [(c.name, c.failed) for c in b.calls]
@@ -115,13 +94,12 @@ def test_the_built_in_loop_of_tools_can_be_written_with_it() -> None:
         ("raises_later", "RuntimeError: no more"),
     ],
 )
-def test_a_function_that_fails_is_a_failed_environment(name: str, problem: str) -> None:
-    def play(session: Session) -> None:
-        session.reset().result(60)
-        session.step(said("hi")).result(60)
-
-    with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
-        play(session)
+def test_a_function_that_fails_is_a_failed_environment(
+    start: Open, name: str, problem: str
+) -> None:
+    session = opened(start, name)
+    error = session.reset().exception(PATIENCE) or failed(session.step(said("hi")))
+    assert problem in str(error)
 
 
 async def takes_nothing() -> None: ...
@@ -131,14 +109,9 @@ async def takes_two(conversation: Conversation, other: int) -> None: ...
 
 
 @pytest.mark.parametrize("name", ["takes_nothing", "takes_two"])
-def test_a_function_that_takes_no_conversation_is_a_mistake(name: str) -> None:
-    path = f"tests.environments.test_rollout_function:{name}"
-    settings = EnvironmentSettings(path=path)
-    with (
-        contextlib.closing(Sessions(settings)) as sessions,
-        pytest.raises(UserError, match=f"{name}: a rollout function must take a conversation"),
-    ):
-        sessions.try_out("", {})
+def test_a_function_that_takes_no_conversation_is_a_mistake(start: Open, name: str) -> None:
+    with pytest.raises(UserError, match=f"{name}: a rollout function must take a conversation"):
+        start(f"{HERE}:{name}").try_out("", {})
 
 
 async def rewards_at_once(conversation: Conversation) -> None:
@@ -154,7 +127,8 @@ async def calls_at_once(conversation: Conversation) -> None:
 @pytest.mark.parametrize(
     ("name", "method"), [("rewards_at_once", "reward"), ("calls_at_once", "call_tools")]
 )
-def test_nothing_is_rewarded_or_called_before_the_first_turn(name: str, method: str) -> None:
+def test_nothing_is_rewarded_or_called_before_the_first_turn(
+    start: Open, name: str, method: str
+) -> None:
     problem = f"conversation.{method} was called before the model's first turn"
-    with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
-        session.reset().result(60)
+    assert problem in str(failed(opened(start, name).reset()))

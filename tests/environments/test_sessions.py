@@ -1,62 +1,25 @@
 """Sessions in worker processes: whatever an environment does, each call ends."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.sessions import Session, Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
+from tests.environments.conftest import PATIENCE, SAMPLES, Open, begin, failed
 from tests.environments.messages import calls, says, texts
 
 pytestmark = pytest.mark.programs
 
-SAMPLES = "tests.environments.samples"
-PATIENCE = 60.0  # seconds after which a test that hangs fails instead
 SECONDS = 1.0  # deadline of calls that hang
-
-Open = Callable[..., Sessions]
-
-
-@pytest.fixture
-def start() -> Iterator[Open]:
-    opened = []
-
-    def start(
-        name: str | None = None, tools: dict[str, str] | None = None, **more: Any
-    ) -> Sessions:
-        path = f"{SAMPLES}:{name}" if name else None
-        defaults: dict[str, Any] = {"workers": 1, "seconds": 30.0}
-        settings = EnvironmentSettings(path=path, **{**defaults, **more})
-        opened.append(Sessions(settings, {n: f"{SAMPLES}:{f}" for n, f in (tools or {}).items()}))
-        return opened[-1]
-
-    yield start
-    for sessions in opened:
-        sessions.close()
-
-
-def begin(sessions: Sessions, row: dict[str, Any] | None = None, seed: int = 0) -> Session:
-    session = sessions.open("", row or {}, seed)
-    session.reset().result(PATIENCE)
-    return session
-
-
-def failed(call: Any) -> EnvironmentFailure:
-    error = call.exception(PATIENCE)
-    assert isinstance(error, EnvironmentFailure), error
-    return error
 
 
 def test_an_episode(start: Open) -> None:
@@ -178,6 +141,7 @@ def test_a_constructor_that_fails(start: Open, what: str, says: str) -> None:
         sessions.try_out("", {})
     assert str(error.value).startswith(f"the environment {SAMPLES}:Faulty cannot be used: ")
     assert says in str(error.value)
+    assert str(error.value).count("its constructor") <= 1, "it is blamed once"
 
 
 def test_a_row_that_cannot_travel(start: Open) -> None:
@@ -190,11 +154,13 @@ def test_a_row_that_cannot_travel(start: Open) -> None:
 
 
 def test_a_forked_child_does_not_answer_and_ends_with_its_worker(start: Open) -> None:
-    session = begin(start("Faulty"), {"in": "step", "what": "fork"})
+    sessions = start("Faulty")
+    session = begin(sessions, {"in": "step", "what": "fork"})
     parent = int(texts(session.step(says("")).result(PATIENCE))[0])
     assert parent != os.getpid()
     os.kill(parent, signal.SIGKILL)
     assert "signal 9" in str(failed(session.step(says(""))))
+    assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
 
 
 def test_what_an_environment_prints_is_not_the_output_of_the_run(
@@ -225,15 +191,6 @@ def test_a_worker_that_is_killed_takes_its_sessions_with_it_and_says_whose_fault
     bystander = failed(idle.step(says("")))
     assert not bystander.own
     assert str(bystander).startswith("another environment in the same worker process failed: ")
-
-
-def test_a_worker_that_is_killed_from_outside_between_calls(start: Open) -> None:
-    sessions = start("Faulty")
-    session = begin(sessions)
-    pid = int(texts(session.step(says("")).result(PATIENCE))[0])
-    os.kill(pid, signal.SIGKILL)
-    assert "signal 9" in str(failed(session.step(says(""))))
-    assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
 
 
 def test_a_tool_that_ends_its_worker_is_answered_with_an_error(start: Open) -> None:
@@ -341,7 +298,9 @@ def test_closing_ends_calls_under_way(start: Open) -> None:
     assert "closed" in str(failed(sessions.open("", {}, 0).reset()))
 
 
-def test_workers_close_their_environments_at_the_end(start: Open, tmp_path: Path) -> None:
+def test_workers_close_their_environments_at_the_end_and_print_errors(
+    start: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sessions = start("Closes", args={"folder": str(tmp_path)})
     opened = [sessions.open("", {"n": n}, 0) for n in range(3)]
     for session in opened:
@@ -350,6 +309,7 @@ def test_workers_close_their_environments_at_the_end(start: Open, tmp_path: Path
     opened[1].abandon()
     sessions.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"]
+    assert capfd.readouterr().err.count("RuntimeError: never opened") == 3
 
 
 def test_workers_that_cannot_start(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Tests rollout functions in TRL's form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -2,7 +2,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Any, ClassVar
 
 import datasets
 import pytest
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config import compose, parsing, schema
@@ -22,6 +20,8 @@ from grpo_cli.evaluation import benchmarks
 from grpo_cli.rewards import has_votes
 from grpo_cli.rewards._text import boxed_answers
 from grpo_cli.rewards.math import math
+from tests.composed import composed
+from tests.data.test_files import write
 from tests.evaluation.modes import prompted
 from tests.tables import table
 
@@ -36,36 +36,18 @@ SHIPPED = tuple(name for name in ALL if not name.startswith("aime"))
 
 BESIDES = {"model": {"path": "x"}, "dataset": {"train": "t.jsonl"}}  # what every recipe has
 
-Composed = Callable[..., schema.Recipe]
-
-
-@pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
-    """The checked recipe of a command line, composed as `grpo eval` does it."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-    return compose_once
-
 
 @functools.cache
-def compose_once(*words: str) -> schema.Recipe:
-    found: list[schema.Recipe] = []
-
-    def task(cfg: DictConfig) -> None:
-        found.append(parsing.parse(cfg, compose.given_keys(cfg)))
-
-    compose.compose_and_call(list(words), task)
-    (recipe,) = found
-    return recipe
+def recipe_with_all() -> schema.Recipe:
+    return composed("benchmark=" + ",".join(ALL), parse=parsing.parse)
 
 
 @pytest.fixture
-def shipped(composed: Composed) -> Callable[..., Benchmark]:
+def shipped() -> Callable[..., Benchmark]:
     """A shipped benchmark, with other values of its own knobs."""
 
     def one(name: str, **changes: Any) -> Benchmark:
-        recipe = composed("benchmark=" + ",".join(ALL))
-        return prompted(recipe.benchmark[name], **changes)
+        return prompted(recipe_with_all().benchmark[name], **changes)
 
     return one
 
@@ -73,17 +55,6 @@ def shipped(composed: Composed) -> Callable[..., Benchmark]:
 def sample_of(name: str) -> str:
     kind = "parquet" if name in FIGURES else "jsonl"
     return f"pkg://grpo_cli/samples/benchmarks/{name.removesuffix('_chat')}.{kind}"
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
-
-
-@pytest.fixture
-def two_rows(tmp_path: Path) -> Path:
-    rows = [{"question": "1+1?", "answer": "2"}, {"question": "2+3?", "answer": "5"}]
-    return write(tmp_path / "two.jsonl", *rows)
 
 
 # The shipped files.
@@ -298,9 +269,10 @@ def test_a_plain_prompt() -> None:
 
 
 def test_prompts_of_a_tokenizer_with_a_chat_template(
-    two_rows: Path, tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    found = mine(data=str(two_rows), shots=1)
+    given = [{"question": "1+1?", "answer": "2"}, {"question": "2+3?", "answer": "5"}]
+    found = mine(data=str(write(tmp_path / "two.jsonl", *given)), shots=1)
     rows = benchmarks.load("mine", found)
     prompts = benchmarks.make_prompts("mine", found, "cot", rows, tokenizer)
     assert [p.row for p in prompts] == [0, 1]
@@ -405,63 +377,6 @@ def test_nothing_here_needs_torch() -> None:
 
 
 # How Chinese solutions end, and what the benchmarks' reward makes of it.
-
-
-@table(
-    ("completion", "gold", "expected"),
-    [
-        ("答案是18元。", "18", 1.0),
-        ("答案是 18 元", "18", 1.0),
-        ("最终答案为：\\boxed{18}", "18", 1.0),
-        ("最终答案为18。", "18", 1.0),
-        ("最终答案：18", "18", 1.0),
-        ("最后的答案是：18", "18", 1.0),
-        ("答案应为18。", "18", 1.0),
-        ("【答案】18", "18", 1.0),
-        ("**答案：18元**", "18", 1.0),
-        ("因此答案是\n18", "18", 1.0),
-        ("答案是：$18$元", "18", 1.0),
-        ("答案是：\\[ 18 \\]", "18", 1.0),
-        ("所以答案是$\\boxed{18}$。", "18", 1.0),
-        ("珍妮特每天在农贸市场赚\\boxed{18美元}。", "18", 1.0),
-        ("\\boxed{18\\text{ 元}}", "18", 1.0),
-        ("因此，珍妮特每天赚 $18 美元。", "18", 1.0),
-        ("结果是18。", "18", 1.0),
-        ("答：小明还剩 3 个。", "3", 1.0),
-        ("答：小明还剩３个苹果。", "3", 1.0),
-        ("答：一共需要１２５０元。", "1250", 1.0),
-        ("答：一共有１，２５０本书。", "1250", 1.0),
-        ("答案为 1,250 元。", "1250", 1.0),
-        ("\\boxed{３．５}", "3.5", 1.0),
-        ("答案是2.50元。", "2.5", 1.0),
-        ("答案是25%。", "25%", 1.0),
-        ("答案是25％。", "25", 1.0),
-        ("答案是百分之25。", "25%", 1.0),
-        ("答案是4分之3。", "3/4", 1.0),
-        ("所以答案是3/4。", "0.75", 1.0),
-        ("答：吃了这个蛋糕的3/4。", "3/4", 1.0),
-        ("答案是$\\frac{3}{4}$。", "0.75", 1.0),
-        ("答：用去全部的\\(\\frac{3}{4}\\)。", "3/4", 1.0),
-        ("答案是3万。", "30000", 1.0),
-        ("答：一共是 1.2 万元。", "12000", 1.0),
-        ("答案是1亿。", "100000000", 1.0),
-        ("答：约为3.5亿人。", "350000000", 1.0),
-        ("答：温度是-5度。", "-5", 1.0),
-        ("答：速度是60千米/时。", "60", 1.0),
-        ("答案为：18（元）。", "18", 1.0),
-        ("先算3+4=7，再算7×2=14。\n答：一共14朵花。", "14", 1.0),
-        ("第1步：3×6=18。\n所以一共买了18小包茶叶。", "18", 1.0),
-        ("一共买了 3×6=18（包）", "18", 1.0),
-        ("综合算式：(18-6)÷3=4（个）。答：每人4个。", "4", 1.0),
-        ("答案是18元。", "81", 0.0),
-        ("答：小明还剩 3 个。", "4", 0.0),
-        ("最终答案为：\\boxed{18}", "19", 0.0),
-        ("答案是3/4。", "4/3", 0.0),
-        ("3×6=18，\\boxed{17}", "18", 0.0),
-    ],
-)
-def test_chinese_answers(completion: str, gold: str, expected: float) -> None:
-    assert math([completion], [gold]) == [expected]
 
 
 def test_a_mode_of_ones_own_is_a_key_of_the_benchmark() -> None:

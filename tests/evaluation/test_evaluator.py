@@ -10,7 +10,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.evaluator import Evaluator, judged_text
 from grpo_cli.evaluation.summary import ProblemStats, as_metrics, summarize
-from grpo_cli.evaluation.tasks import Task, TaskResult, held_out
+from grpo_cli.evaluation.tasks import TaskResult, held_out
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion, Prompt
@@ -18,6 +18,7 @@ from grpo_cli.reporting.reporter import nested
 from grpo_cli.scoring.scorer import Scorer
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
+from tests.evaluation.modes import task_of
 
 
 def rollout(correct: float | None, *, tokens: int = 2, **settings: Any) -> Any:
@@ -114,12 +115,9 @@ def test_the_mean_of_benchmarks_has_an_interval_of_theirs() -> None:
     ends = ((0.5, 0.2, 0.55), (0.9, 0.5, 1.02))
     results: list[Any] = []
     for name, (middle, low, high) in zip("ab", ends, strict=True):
-        task: Any = Task.__new__(Task)
-        for key, value in {"name": name, "mode": "cot", "key": name}.items():
-            object.__setattr__(task, key, value)
         numbers = {"accuracy": middle, "accuracy_low": low, "accuracy_high": high, "n": 9.0}
         numbers |= {"reward": middle, "mean_length": 3.0, "clipped_ratio": 0.0}
-        results.append(TaskResult(task, numbers, []))
+        results.append(TaskResult(task_of(name, "cot"), numbers, []))
     found = as_metrics(results)
     assert found["eval/accuracy"] == pytest.approx(0.7)
     assert found["eval/accuracy_low"] == pytest.approx(0.7 - 0.25)

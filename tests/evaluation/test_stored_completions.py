@@ -1,12 +1,11 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Benchmark, Eval, Mode, Recipe, Scoring
+from grpo_cli.config.schema import Benchmark, Eval, Mode, Recipe
 from grpo_cli.data.stored_completions import WRITTEN
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, stored_completions
@@ -15,6 +14,7 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting import reporter
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
+from tests.data.test_files import write
 from tests.evaluation.modes import prompted
 from tests.programs import ROOT
 from tests.tables import table
@@ -29,21 +29,9 @@ SHARED = ROOT.parent / "shared" / "data"
 Line = dict[str, Any]
 
 
-def write(path: Path, lines: list[Line]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return path
-
-
 @pytest.fixture
 def mine(tmp_path: Path) -> Benchmark:
-    return Benchmark(data=str(write(tmp_path / "data.jsonl", DATA)))
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[RewardExecutor]:
-    executor = RewardExecutor(Scoring(workers=2))
-    yield executor
-    executor.close()
+    return Benchmark(data=str(write(tmp_path / "data.jsonl", *DATA)))
 
 
 def load(path: Path, config: Benchmark, **options: Any) -> stored_completions.StoredGroups:
@@ -78,7 +66,7 @@ def values(
 def test_a_file_with_its_own_answers(tmp_path: Path, executor: RewardExecutor) -> None:
     lines = [{**row, "completion": f"It is {6 - i}."} for i, row in enumerate(DATA)]
     config = Benchmark(data="not/read")
-    groups = read(write(tmp_path / "c.jsonl", lines), config)
+    groups = read(write(tmp_path / "c.jsonl", *lines), config)
     assert shape(groups) == [(0, ["It is 6."]), (1, ["It is 5."]), (2, ["It is 4."])]
     (rollout,) = groups[1].rollouts
     assert rollout.prompt is groups[1].prompt
@@ -92,7 +80,7 @@ def test_a_file_with_its_own_answers(tmp_path: Path, executor: RewardExecutor) -
 def test_columns_are_renamed(tmp_path: Path, executor: RewardExecutor) -> None:
     lines = [{"q": "Q", "solution": "so 4", "gold": "4"}]
     config = Benchmark(data="not/read", columns={"question": "q", "answer": "solution"})
-    path = write(tmp_path / "c.jsonl", lines)
+    path = write(tmp_path / "c.jsonl", *lines)
     groups = read(path, config, columns={"completion": "solution", "answer": "gold"})
     assert groups[0].prompt.columns == {"question": "Q", "answer": "4"}
     assert values(groups, config, executor) == [[1.0]]
@@ -110,11 +98,11 @@ def test_completions_of_a_row_are_a_group_in_the_order_of_sample(
         {"row": 1, "sample": 0, "completion": "b0"},
         {"row": 0, "sample": 0, "completion": "a0"},
     ]
-    groups = read(write(tmp_path / "c.jsonl", lines), mine)
+    groups = read(write(tmp_path / "c.jsonl", *lines), mine)
     assert shape(groups) == [(0, ["a0", "a1"]), (1, ["b0", "b1"])]
     for line in lines:
         del line["sample"]
-    groups = read(write(tmp_path / "d.jsonl", lines), mine)
+    groups = read(write(tmp_path / "d.jsonl", *lines), mine)
     assert shape(groups) == [(0, ["a1", "a0"]), (1, ["b1", "b0"])]
 
 
@@ -126,7 +114,7 @@ def test_or_of_an_id_or_a_text(key: str, tmp_path: Path) -> None:
         {key: "b", "answer": "1", "completion": "b1"},
         {key: "a", "answer": "2", "completion": "a1"},
     ]
-    groups = read(write(tmp_path / "c.jsonl", lines), Benchmark(data="not/read"))
+    groups = read(write(tmp_path / "c.jsonl", *lines), Benchmark(data="not/read"))
     assert shape(groups) == [(0, ["b0", "b1"]), (1, ["a0", "a1"])]
 
 
@@ -135,7 +123,7 @@ def test_messages_are_completions_and_prompts(
 ) -> None:
     prompt = [{"role": "user", "content": "1+1?"}]
     line = {"row": 0, "prompt": prompt, "completion": [{"role": "assistant", "content": "It is 2"}]}
-    groups = read(write(tmp_path / "c.jsonl", [line]), mine)
+    groups = read(write(tmp_path / "c.jsonl", line), mine)
     assert groups[0].prompt.text == prompt
     assert values(groups, mine, executor) == [[1.0]]
 
@@ -154,7 +142,7 @@ def test_messages_are_completions_and_prompts(
 def test_answers_are_found_by_row_or_id(
     lines: list[Line], tmp_path: Path, mine: Benchmark, executor: RewardExecutor
 ) -> None:
-    groups = read(write(tmp_path / "c.jsonl", lines), mine)
+    groups = read(write(tmp_path / "c.jsonl", *lines), mine)
     assert shape(groups) == [(0, ["2"]), (2, ["8"])]
     assert groups[1].prompt.columns == DATA[2]
     assert values(groups, mine, executor) == [[1.0], [1.0]]
@@ -164,30 +152,26 @@ def test_or_in_order_if_there_are_as_many(
     tmp_path: Path, mine: Benchmark, executor: RewardExecutor
 ) -> None:
     lines = [{"completion": "2"}, {"completion": "5"}, {"completion": "0"}]
-    groups = read(write(tmp_path / "c.jsonl", lines), mine)
+    groups = read(write(tmp_path / "c.jsonl", *lines), mine)
     assert values(groups, mine, executor) == [[1.0], [1.0], [0.0]]
-    groups = read(write(tmp_path / "c.jsonl", lines[:2]), mine, limit=2)
+    groups = read(write(tmp_path / "c.jsonl", *lines[:2]), mine, limit=2)
     assert values(groups, mine, executor) == [[1.0], [1.0]]
 
 
 def test_a_limit_is_one_of_rows(tmp_path: Path, mine: Benchmark) -> None:
-    path = write(tmp_path / "c.jsonl", [{"row": r, "completion": str(r)} for r in (2, 1, 0)])
-    assert shape(read(path, mine, limit=2)) == [(0, ["0"]), (1, ["1"])]
-    with pytest.raises(UserError, match=r"none is of the first 1 rows of mine\."):
-        read(write(tmp_path / "d.jsonl", [{"row": 2, "completion": "8"}]), mine, limit=1)
-
-
-def test_how_many_of_the_datas_rows_have_completions(tmp_path: Path, mine: Benchmark) -> None:
-    path = write(tmp_path / "c.jsonl", [{"row": r, "completion": "x"} for r in (2, 0)])
+    path = write(tmp_path / "c.jsonl", *[{"row": r, "completion": str(r)} for r in (2, 0)])
+    assert shape(read(path, mine, limit=2)) == [(0, ["0"])]
     for limit, counts in {None: (2, 3), 2: (1, 2), 1: (1, 1), 9: (2, 3)}.items():
         found = load(path, mine, limit=limit)
-        assert (len(found.groups), found.rows) == counts
+        assert (len(found.groups), found.rows) == counts, "and how many of them there are"
+    with pytest.raises(UserError, match=r"none is of the first 1 rows of mine\."):
+        read(write(tmp_path / "d.jsonl", {"row": 2, "completion": "8"}), mine, limit=1)
 
 
 def test_published_results_stand_beside_the_benchmarks_own_problems_only(
     tmp_path: Path, mine: Benchmark
 ) -> None:
-    path = write(tmp_path / "c.jsonl", [{**row, "completion": "x"} for row in DATA])
+    path = write(tmp_path / "c.jsonl", *[{**row, "completion": "x"} for row in DATA])
     mode = Mode(prompt="{question}", published={"Other 7B": 88.0})
     config = Benchmark(data="not/read", modes={"cot": mode})
     recipe = Recipe(benchmark={"mine": config}, eval=Eval(mode=["cot"]))
@@ -195,13 +179,13 @@ def test_published_results_stand_beside_the_benchmarks_own_problems_only(
     for file, published in ((path, {}), (path.with_name("own.jsonl"), {"Other 7B": 88.0})):
         if published:  # `grpo eval` writes the benchmark's name
             lines = [{**row, "completion": "x", "benchmark": "mine", "mode": "cot"} for row in DATA]
-            write(file, lines)
+            write(file, *lines)
         found = load(file, config)
         assert found.is_benchmark is bool(published)
         task = of_stored("mine", recipe, found, scorer, 1)
         assert task.benchmark is not None
         assert task.benchmark.modes["cot"].published == published
-    assert load(write(tmp_path / "r.jsonl", [{"row": 0, "completion": "x"}]), mine).is_benchmark
+    assert load(write(tmp_path / "r.jsonl", {"row": 0, "completion": "x"}), mine).is_benchmark
 
 
 @pytest.mark.parametrize(
@@ -212,18 +196,18 @@ def test_whether_the_file_says_how_completions_ended(
     ends: tuple[str | None, ...], known: bool, tmp_path: Path, mine: Benchmark
 ) -> None:
     lines = [{"row": i, "completion": "x", "finish_reason": end} for i, end in enumerate(ends)]
-    assert load(write(tmp_path / "c.jsonl", lines), mine).ends_known is known
+    assert load(write(tmp_path / "c.jsonl", *lines), mine).ends_known is known
 
 
 def test_an_id_that_the_data_has_twice(tmp_path: Path) -> None:
     rows = [*DATA, {"id": "a", "question": "3+3?", "answer": "6"}]
-    mine = Benchmark(data=str(write(tmp_path / "twice.jsonl", rows)))
+    mine = Benchmark(data=str(write(tmp_path / "twice.jsonl", *rows)))
     for ids in ("aabc", "bc"):  # a problem's completions, and those of two, look alike
-        path = write(tmp_path / "c.jsonl", [{"id": i, "completion": "6"} for i in ids])
+        path = write(tmp_path / "c.jsonl", *[{"id": i, "completion": "6"} for i in ids])
         with pytest.raises(UserError, match=r"rows 0 and 3 of .* have the same id, 'a'; give"):
             read(path, mine)
     by_row = [{"row": r, "id": rows[r]["id"], "completion": "x"} for r in (3, 0)]
-    assert shape(read(write(tmp_path / "d.jsonl", by_row), mine)) == [(0, ["x"]), (3, ["x"])]
+    assert shape(read(write(tmp_path / "d.jsonl", *by_row), mine)) == [(0, ["x"]), (3, ["x"])]
 
 
 # What `grpo eval` and a run have written.
@@ -253,7 +237,7 @@ def test_what_an_evaluation_has_written(name: str, tmp_path: Path, mine: Benchma
     if name.endswith(".parquet"):
         reporter.write_parquet(tmp_path / name, rows)
     else:
-        write(tmp_path / name, rows)
+        write(tmp_path / name, *rows)
     (group,) = read(tmp_path, Benchmark(data="not/read"), mode="tir")
     assert group.prompt == Prompt(0, [3], "P", DATA[0])
     assert [r.text for r in group.rollouts] == ["7, 0", "7, 1"]
@@ -295,13 +279,13 @@ def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExe
         data="not/read", columns={"question": "prompt", "tests": "test"}, cot="{question}",
         reward="code", args={"continues_prompt": True},
     )  # fmt: skip
-    groups = read(write(tmp_path / "c.jsonl", lines), config)
+    groups = read(write(tmp_path / "c.jsonl", *lines), config)
     assert len(groups) == 1, "two completions of one prompt"
     assert values(groups, config, executor) == [[1.0, 0.0]]
     for line in lines:
         del line["prompt"]
     with pytest.raises(UserError, match=r"continues_prompt = true: .* has no column `prompt`"):
-        read(write(tmp_path / "d.jsonl", lines), config)
+        read(write(tmp_path / "d.jsonl", *lines), config)
 
 
 # What is wrong is said.
@@ -334,7 +318,7 @@ def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExe
 def test_what_is_wrong_with_a_file_is_said(
     lines: list[Line], said: str, tmp_path: Path, mine: Benchmark
 ) -> None:
-    path = write(tmp_path / "c.jsonl", lines)
+    path = write(tmp_path / "c.jsonl", *lines)
     with pytest.raises(UserError) as error:
         read(path, mine)
     assert str(error.value).startswith(f"completions = {path}")

@@ -1,7 +1,5 @@
 """Stored completions with images are scored on a benchmark, and written with their images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

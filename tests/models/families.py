@@ -43,5 +43,5 @@ class Family:
         return self.name or self.model_type
 
 
-FAMILIES = [Family(**row) for row in rows_of(__file__, "families.jsonl")]
+FAMILIES = [Family(**row) for row in rows_of("models/families.jsonl")]
 BY_NAME = {str(family): family for family in FAMILIES}

@@ -27,6 +27,10 @@ TINY = Sizes(
     transformers.PretrainedConfig(), parameters=1000, layer=400, matrices=800,
     largest_matrix=100, cache=16, layers=2, hidden=4, vocab=25, activations=5.0,
 )  # fmt: skip
+SEVEN_B = transformers.Qwen2Config(
+    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
 TEN = {"update.tokens_per_micro_batch": 10, "generation.num_generations": 2, "prompts_per_step": 8}
 
 
@@ -36,12 +40,8 @@ def job(values: dict[str, Any], gpus: int = 1, sizes: Sizes = TINY) -> Job:
 
 
 def seven_b(values: dict[str, Any], device: devices.Device, gpus: int = 1) -> Plan:
-    config = transformers.Qwen2Config(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
-    )  # fmt: skip
     recipe = with_values(Recipe(), {"mixed_precision": "bf16", "loss.beta": 0.0, **values})
-    return predict(Job(recipe, sizes_of(config, recipe), device, gpus, Lengths(256, 512, 512)))
+    return predict(Job(recipe, sizes_of(SEVEN_B, recipe), device, gpus, Lengths(256, 512, 512)))
 
 
 def test_all_weights_by_hand() -> None:

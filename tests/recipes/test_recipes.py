@@ -1,7 +1,6 @@
 """Every shipped recipe and group file composes and passes the schema, and is stored faithfully."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config import compose, saved_recipe, schema
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import registry
-from grpo_cli.training import prepare
+from tests.composed import composed
 
 pytestmark = pytest.mark.smoke  # Hydra takes a second for each composition
 
@@ -41,28 +40,6 @@ BEGIN_ANEW = {"loss": schema.Loss, "advantage": schema.Advantage}
 
 WITH_DATA = ("arithmetic_tiny", "gsm8k_tiny", "calculator", "guess_number")
 
-Composed = Callable[..., schema.Recipe]
-
-
-@pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
-    """The checked recipe of a command line, composed as `grpo train` does it."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-
-    def one(*words: str) -> schema.Recipe:
-        found: list[schema.Recipe] = []
-
-        def task(cfg: DictConfig) -> None:
-            found.append(prepare.parse(cfg, compose.given_keys(cfg)))
-
-        named = any(word.startswith("recipe=") for word in words)
-        compose.compose_and_call([*([] if named else ["recipe=arithmetic_tiny"]), *words], task)
-        (recipe,) = found
-        return recipe
-
-    return one
-
 
 def tree_of(path: Path) -> dict[str, Any]:
     tree: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
@@ -70,7 +47,7 @@ def tree_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_composes(name: str, tmp_path: Path, composed: Composed) -> None:
+def test_every_recipe_composes(name: str, tmp_path: Path) -> None:
     missing = ["model.path=M", "dataset.train=rows.jsonl", "reward=[math]"]
     recipe = composed(f"recipe={name}", *(missing if name == "chat" else []))
     assert recipe.recipe == name
@@ -92,7 +69,7 @@ def test_every_recipe_composes(name: str, tmp_path: Path, composed: Composed) ->
 
 
 @pytest.mark.parametrize("paths", ROWS, ids=lambda paths: paths[0].stem)
-def test_group_files_fit_a_recipe(paths: list[Path], composed: Composed) -> None:
+def test_group_files_fit_a_recipe(paths: list[Path]) -> None:
     """What a file says is what the recipe has: all of it, and sound together with the rest."""
     words = ["generation.num_generations=8"]  # of which advantage=pass_at_k needs several
     for path in paths:
@@ -148,13 +125,13 @@ def test_each_policy_and_rule_has_a_file() -> None:
     ],
 )
 def test_a_choice_of_rewards_replaces_those_of_the_recipe(
-    composed: Composed, words: tuple[str, ...], expected: dict[str, Any]
+    words: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     recipe = composed("recipe=gsm8k_tiny", *words)
     assert {name: reward.args for name, reward in recipe.reward.items()} == expected
 
 
-def test_the_papers_settings(composed: Composed) -> None:
+def test_the_papers_settings() -> None:
     recipe = composed("recipe=deepseekmath")
     assert recipe.optimizer.learning_rate == 1e-6
     assert recipe.loss.beta == 0.04
@@ -180,14 +157,14 @@ def test_the_papers_settings(composed: Composed) -> None:
     ],
     ids=str,
 )
-def test_setting_without_effect(words: list[str], expected: str, composed: Composed) -> None:
+def test_setting_without_effect(words: list[str], expected: str) -> None:
     with pytest.raises(UserError) as error:
         composed(*words)
     assert str(error.value).startswith(expected)
     assert "\n" not in str(error.value)
 
 
-def test_what_the_recipe_says_can_be_taken_back(composed: Composed) -> None:
+def test_what_the_recipe_says_can_be_taken_back() -> None:
     recipe = composed("recipe=gsm8k_qwen", "dataset.chat=false", "dataset.system=null")
     assert recipe.dataset.system is None
     assert composed("loss.policy=sapo", "loss.epsilon_high=null").loss.epsilon_high is None
@@ -196,26 +173,17 @@ def test_what_the_recipe_says_can_be_taken_back(composed: Composed) -> None:
         composed("loss.kl_estimator=k3")
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> str:
-    """The word that names a user's recipe which sets loss.kl_estimator."""
+def test_what_a_users_recipe_says_is_read_refused_or_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "defaults: [arithmetic_tiny, override loss: grpo, _self_]\nloss: {kl_estimator: k1}\n"
     )
-    return f"recipe={path}"
-
-
-def test_what_a_users_recipe_says_is_read_or_refused(composed: Composed, mine: str) -> None:
+    mine = f"recipe={path}"
     assert composed(mine).loss.kl_estimator == "k1"
     with pytest.raises(UserError, match=r"= k1: .* loss\.kl_estimator=k3 takes it back\."):
         composed(mine, "loss.beta=0")
-
-
-def test_what_a_users_recipe_says_can_be_taken_back(composed: Composed, mine: str) -> None:
-    assert composed(mine, "loss.beta=0", "loss.kl_estimator=k3").loss == schema.Loss(
-        normalize="completions"
-    )
+    back = composed(mine, "loss.beta=0", "loss.kl_estimator=k3")
+    assert back.loss == schema.Loss(normalize="completions")
 
 
 # Stored recipes.
@@ -227,7 +195,7 @@ SCHEDULES = [
 
 
 @pytest.fixture
-def store(tmp_path: Path, composed: Composed) -> Callable[..., str]:
+def store(tmp_path: Path) -> Callable[..., str]:
     """Stores the recipe of a command line; returns the word that names it."""
 
     def one(*words: str) -> str:
@@ -238,7 +206,7 @@ def store(tmp_path: Path, composed: Composed) -> Callable[..., str]:
     return one
 
 
-def test_a_stored_recipe_is_the_same_again(store: Callable[..., str], composed: Composed) -> None:
+def test_a_stored_recipe_is_the_same_again(store: Callable[..., str]) -> None:
     words = [
         *SCHEDULES,
         "loss=gspo",
@@ -257,39 +225,33 @@ def test_a_stored_recipe_is_the_same_again(store: Callable[..., str], composed: 
     assert composed(again, "seed=1") != original
 
 
-def test_loss_replaces_the_stored_one(store: Callable[..., str], composed: Composed) -> None:
+def test_loss_replaces_the_stored_one(store: Callable[..., str]) -> None:
     choice = "loss=grpo"
     stored_recipe = store(*SCHEDULES, "loss=gspo", "loss.args.delta=4", "loss.mask_truncated=true")
     assert composed(stored_recipe, choice) == composed(*SCHEDULES, choice)
 
 
-JUMP = schema.Schedule(to=0.5, shape="jump", begin=9)
-
-
-def test_a_stored_schedule_can_be_changed(store: Callable[..., str], composed: Composed) -> None:
+def test_a_stored_schedule_can_be_changed_and_dropped(store: Callable[..., str]) -> None:
     name = store(*SCHEDULES)
     changed = composed(name, "schedules.loss.beta.to=0.3").schedules
     assert changed == {
         "loss.beta": schema.Schedule(to=0.3, shape="cosine", end=50),
-        "generation.temperature": JUMP,
+        "generation.temperature": schema.Schedule(to=0.5, shape="jump", begin=9),
     }
     added = composed(name, "schedules.loss.epsilon.to=0.1").schedules
     assert sorted(added) == ["generation.temperature", "loss.beta", "loss.epsilon"]
-
-
-def test_dropped_schedule_stays_dropped(store: Callable[..., str], composed: Composed) -> None:
-    again = store(store(*SCHEDULES), "schedules.loss.beta=null")
+    again = store(name, "schedules.loss.beta=null")
     assert list(composed(again).schedules) == ["generation.temperature"]
 
 
-def test_stored_setting_can_be_reset(store: Callable[..., str], composed: Composed) -> None:
+def test_stored_setting_can_be_reset(store: Callable[..., str]) -> None:
     name = store("tracking=wandb", "tracking.project=mine")
     with pytest.raises(UserError, match=r"tracking\.project=grpo takes it back"):
         composed(name, "tracking=none")
     assert composed(name, "tracking=none", "tracking.project=grpo").tracking == schema.Tracking()
 
 
-def test_differences_name_what_changed_in_a_schedule(composed: Composed) -> None:
+def test_differences_name_what_changed_in_a_schedule() -> None:
     before = yaml.safe_load(saved_recipe.as_yaml(composed(*SCHEDULES)))
     later = composed(*SCHEDULES, "schedules.loss.beta.to=0.3", "loss=grpo")
     found = saved_recipe.differences(before, later)

@@ -76,6 +76,7 @@ def only(first: int, last: int, **values: float) -> Series:
 
 
 LENGTH, CUT = "completions__mean_length", "completions__clipped_ratio"
+SHARE = "rewards__right__advantage_share"
 MISMATCH = "sampling__sampling_logp_difference__mean"
 
 
@@ -89,13 +90,10 @@ MISMATCH = "sampling__sampling_logp_difference__mean"
         (after(50, frac_zero_advantage=1.0, reward=NAN), [(51, "no_reward")]),
         (after(50, rewards__right__timeouts=2.0), [(51, "reward_calls/right/timeouts")]),
         (after(50, rewards__style__errors=2.0), [(51, "reward_calls/style/errors")]),
-        (after(50, rewards__right__advantage_share=0.99), [(70, "one_reward/right")]),
-        (after(50, rewards__right__advantage_share=0.94), []),
+        (after(50, **{SHARE: 0.99}), [(70, "one_reward/right")]),
+        (after(50, **{SHARE: 0.94}), []),
         # The other is constant, which is its own alarm: what varies carries everything.
-        (
-            after(50, rewards__right__advantage_share=1.0, rewards__style__std=0.0),
-            [(100, "constant_reward/style")],
-        ),
+        (after(50, **{SHARE: 1.0}, rewards__style__std=0.0), [(100, "constant_reward/style")]),
         (only(51, 99, rewards__style__std=0.0), []),
         (after(50, completions__mean_length=1200.0), [(53, "length")]),
         (only(51, 52, completions__mean_length=1200.0), []),

@@ -1,7 +1,5 @@
 """The model card of a checkpoint: metadata that the hub reads, and nothing that is secret."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The progress display: what it shows, and the time that is left."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

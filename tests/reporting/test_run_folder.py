@@ -1,7 +1,5 @@
 """A reader of a run's folder sees what is complete, and says what a folder is not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """status.json: what a run does, until its end, and which end it was."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Trackers get every step's metrics; one that fails ends no run, one that is missing is told."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable
@@ -150,10 +148,8 @@ def test_a_tracker_that_does_not_start_ends_a_new_run_only(
     live = Trackers(lines.append)
     assert live.start(tracked("wandb"), tmp_path, {}, {"wandb": "abc"}) == {"wandb": "abc"}
     live.log({"reward": 1.0}, 1)
-    assert lines == [
-        "note: tracking.backend = wandb: cannot be started: ValueError: no key configured; the run "
-        "continues without it"
-    ]
+    (note,) = lines
+    assert note.endswith("ValueError: no key configured; the run continues without it")
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

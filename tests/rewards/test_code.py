@@ -8,52 +8,22 @@ import pytest
 from grpo_cli import sandbox
 from grpo_cli.rewards import traits_of
 from grpo_cli.rewards.code import code, program
-from tests.rewards.test_rewards import as_chat, rows_of
+from tests.rewards.test_rewards import as_chat
+from tests.tables import rows_of
 
 GOOD = "def f(x):\n    return x + 1\n"
 HALF = "def f(x):\n    return 2 * x\n"
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("x = 1", "x = 1"),
-        ("", ""),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```py\nx = 1\n```", "x = 1\n"),
-        ("```Python3\nx = 1\n```", "x = 1\n"),
-        ("``` python title=a.py\nx = 1\n```", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        # the last one, and one marked as Python before one without a mark
-        ("```python\nx = 1\n```\n```python\nx = 2\n```", "x = 2\n"),
-        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n"),
-        ("```python\nx = 1\n```\nprints\n```\n1\n```", "x = 1\n"),
-        ("```\n1\n```\n```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
-        ("```bash\nls\n```", "```bash\nls\n```"),
-        # not closed, not a fence, fences in fences
-        ("```python\nx = 1", "x = 1"),
-        ("```python\nx = 1\n```\n```python\nx = ", "x = "),
-        ("```python", ""),
-        ("```x = 1```", "```x = 1```"),
-        ("```python\nx = '```'\n```", "x = '```'\n"),
-        ("````python\n```\nx = 1\n```\n````", "```\nx = 1\n```\n"),
-        ("```python\n```bash\n```", "```bash\n"),
-        # in a list
-        ("1. so:\n   ```python\n   x = 1\n     y = 2\n   ```", "x = 1\n  y = 2\n"),
-        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
-        ("```python\n# é 漢字\u2028\n```", "# é 漢字\u2028\n"),
-        ("```" + "a" * 200_000 + "`", "```" + "a" * 200_000 + "`"),
-        ("```\n" * 20_001, ""),
-    ],
-)
-def test_program(completion: str, expected: str) -> None:
-    assert program(completion) == expected
+def test_the_program_of_a_long_text() -> None:
+    unclosed = "```" + "a" * 200_000 + "`"
+    assert program(unclosed) == unclosed
+    assert program("```\n" * 20_001) == ""
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("row", rows_of("code_cases.jsonl"))
+@pytest.mark.parametrize("row", rows_of("rewards/code_cases.jsonl"))
 def test_code(row: dict[str, Any]) -> None:
     given = {"seconds": 15.0, **row.get("args", {})}
     given |= {name: [cell] for name, cell in row["columns"].items()}
@@ -86,32 +56,6 @@ def test_code_scores_each_completion_by_its_own_row() -> None:
         continues_prompt=True,
     )
     assert values == [1.0, 0.5, None, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("columns", "args", "message"),
-    [
-        ({}, {"seconds": 0}, "code: seconds is 0; it must be a number above 0."),
-        ({}, {"total_seconds": -1}, "code: total_seconds is -1; it must be above 0."),
-        ({}, {"total_seconds": "9"}, "code: total_seconds is '9'"),
-        ({}, {"memory_mb": 1.5}, "code: memory_mb is 1.5; it must be a whole number above 0."),
-        ({}, {"guards": "none"}, "code: guards is 'none'; it must be one of auto, namespaces, li"),
-        ({"tests": [3]}, {}, "code: tests is '3'; it must be a snippet, a list of snippets, a "),
-        ({"tests": [[1]]}, {}, "code: tests is '.1.'; it must be"),
-        ({"tests": [[{"input": "1"}]]}, {}, "code: tests is"),
-        ({"tests": [[{"input": "1", "output": None}]]}, {}, "code: tests is"),
-        ({"tests": ["[1, 2]"]}, {}, "code: tests is"),
-        ({}, {"continues_prompt": True}, "code: continues_prompt is True; .* not missing."),
-        (
-            {"prompts": [[{"role": "user", "content": "def f(x):"}]]},
-            {"continues_prompt": True},
-            "code: continues_prompt is True; .* not a list of messages.",
-        ),
-    ],
-)
-def test_code_refuses(columns: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        code(**{"completions": [GOOD], "tests": [TESTS], **columns}, **args)
 
 
 def test_a_row_is_refused_for_what_its_prompt_imports() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from grpo_cli.rewards.code import code
-from tests.rewards.test_rewards import rows_of
 from tests.sandbox.test_api import IS_ROOT, both_levels
+from tests.tables import rows_of
 
 COLUMNS = ("tests", "entry_point", "prompts")
 
 
-TRICKS = rows_of("code_tricks.jsonl")
-ATTACK = rows_of("code_attack.jsonl")
+TRICKS = rows_of("rewards/code_tricks.jsonl")
+ATTACK = rows_of("rewards/code_attack.jsonl")
 
 
 def score(row: Mapping[str, Any], guards: str, **args: Any) -> float | None:

@@ -2,7 +2,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +14,9 @@ import pytest
 from grpo_cli.rewards import judge as module
 from grpo_cli.rewards import traits_of
 from grpo_cli.rewards.judge import judge
-from tests.rewards.test_rewards import as_chat, rows_of
-from tests.tables import table
+from tests.programs import free_port
+from tests.rewards.test_rewards import as_chat
+from tests.tables import rows_of, table
 
 SECONDS = 30  # a test that takes longer hangs
 
@@ -146,7 +146,7 @@ def ask(
 # Reading the score.
 
 
-@table("row", rows_of("judge_replies.jsonl"))
+@table("row", rows_of("rewards/judge_replies.jsonl"))
 def test_replies(row: dict[str, Any], server: Server) -> None:
     """What is no score, which has no value in the table, is asked for again."""
     server.requests.clear()
@@ -174,10 +174,8 @@ def test_a_judge_that_gives_no_score_ends_with_its_reply(server: Server) -> None
     server.replies = [Reply("No number " + "x" * 1000)]
     with pytest.raises(RuntimeError) as raised:
         ask(server.base_url)
-    assert str(raised.value) == (
-        "judge: the-judge gave no score from 0 to 10, asked 2 times; its last reply was "
-        f"'No number {'x' * 287}...'."
-    )
+    said = f"no score from 0 to 10, asked 2 times; its last reply was 'No number {'x' * 287}...'."
+    assert str(raised.value).endswith(said)
     assert len(server.requests) == 2
     with pytest.raises(RuntimeError, match="gave no score from 1 to 5, asked once; its last"):
         ask(server.base_url, reask=0, low=1, high=5)
@@ -324,18 +322,10 @@ def test_a_busy_server_is_asked_again(status: int, server: Server, no_pauses: No
     server.replies = [Reply(status=status, body=b"{}")] * 3 + [Reply("Score: 9")]
     assert ask(server.base_url, max_retries=3) == [0.9]
     assert len(server.requests) == 4
-    server.replies = [Reply(status=status, body=b'{"error": {"message": "too much"}}')]
-    with pytest.raises(
-        RuntimeError, match=rf"^judge: {server.base_url}/ answered {status}: '.*too"
-    ):
-        ask(server.base_url, max_retries=2)
-    assert len(server.requests) == 4 + 3
 
 
 def test_a_server_that_is_down(server: Server, no_pauses: None) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    address = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(
         RuntimeError, match=rf"^judge: {address}/ cannot be reached, asked 3 times:"
     ):
@@ -353,40 +343,36 @@ def test_a_server_that_never_answers(server: Server, no_pauses: None) -> None:
         the_end.set()
 
 
+NO_COMPLETION = "sent what is no chat completion: "
+REFUSAL = b'{"error": {"message": "no such thing"}}'
+
+
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "times", "said"),
     [
-        Reply(body=b"<html>welcome</html>", kind="text/html"),
-        Reply(body=b"{not json"),
-        Reply(body=b'"Score: 5"'),
-        Reply(body=b'{"choices": []}'),
-        Reply(body=b'{"choices": null}'),
-        Reply(body=b'{"choices": [{}]}'),
-        Reply(body=b'{"error": "boo"}'),
-        Reply(body=b"[]"),
-        Reply(body=b""),
+        (Reply(body=b"<html>welcome</html>", kind="text/html"), 1, NO_COMPLETION),
+        (Reply(body=b"{not json"), 1, NO_COMPLETION),
+        (Reply(body=b'"Score: 5"'), 1, NO_COMPLETION),
+        (Reply(body=b'{"choices": []}'), 1, NO_COMPLETION),
+        (Reply(body=b'{"choices": null}'), 1, NO_COMPLETION),
+        (Reply(body=b'{"choices": [{}]}'), 1, NO_COMPLETION),
+        (Reply(body=b'{"error": "boo"}'), 1, NO_COMPLETION),
+        (Reply(body=b"[]"), 1, NO_COMPLETION),
+        (Reply(body=b""), 1, NO_COMPLETION),
+        (Reply(status=400, body=REFUSAL), 1, r"answered 400: '.*no such thing.*'\.$"),
+        (Reply(status=401, body=REFUSAL), 1, "401: .* The key is read from the environment varia"),
+        (Reply(status=404, body=REFUSAL), 1, "404: .* Most addresses end in /v1, and model is the"),
+        (Reply(status=429, body=REFUSAL), 3, r"^judge: http://.*/v1/ answered 429: '.*no such"),
+        (Reply(status=503, body=REFUSAL), 3, r"^judge: http://.*/v1/ answered 503: '.*no such"),
     ],
 )
-def test_garbage(reply: Reply, server: Server) -> None:
+def test_what_is_no_answer_is_said(
+    reply: Reply, times: int, said: str, server: Server, no_pauses: None
+) -> None:
     server.replies = [reply]
-    with pytest.raises(RuntimeError, match="sent what is no chat completion: "):
-        ask(server.base_url)
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (400, r"answered 400: '.*no such thing.*'\.$"),
-        (401, r"answered 401: .* The key is read from the environment variable that api_key_env"),
-        (404, r"answered 404: .* Most addresses end in /v1, and model is the judge's name"),
-    ],
-)
-def test_a_server_that_refuses_is_not_asked_again(status: int, said: str, server: Server) -> None:
-    server.replies = [Reply(status=status, body=b'{"error": {"message": "no such thing"}}')]
     with pytest.raises(RuntimeError, match=said):
-        ask(server.base_url)
-    assert len(server.requests) == 1
+        ask(server.base_url, max_retries=2)
+    assert len(server.requests) == times, "only a busy server is asked again"
 
 
 def test_calls_after_one_another_share_a_connection(server: Server) -> None:
@@ -444,33 +430,6 @@ def test_without_the_package(server: Server, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # Arguments.
-
-
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        ({"pattern": "("}, r"pattern is '\('; it must be a regular expression: "),
-        ({"base_url": "localhost:8000/v1"}, "base_url is 'localhost:8000/v1'; it must be an addr"),
-        ({"base_url": "http://"}, "base_url is 'http://'; it must be an address"),
-        ({"low": 10}, "low is 10, high 10.0 and .*low must be below high"),
-        ({"high": float("inf")}, "low is 0.0, high inf and .*low must be"),
-        ({"template": "{answer}"}, r"template has '\{answer\}'; the placeholders are \{completion"),
-        (
-            {"template": "{promt}"},
-            r"template has '\{promt\}'; .*\{marked_score\}, \{prompt\}\. A literal brace",
-        ),
-        ({"template": '{"score": 7}'}, r"template has '\{\"score\": 7\}'; "),
-        ({"template": "{prompt!r}"}, r"template has '\{prompt!r\}'; "),
-        ({"template": "{prompt.x}"}, r"template has '\{prompt\.x\}'; "),
-        ({"template": "{}"}, r"template has '\{\}'; "),
-        ({"template": "a { b"}, r"template has '\{'; "),
-        ({"template": "a } b"}, r"template has '\}'; "),
-    ],
-)
-def test_bad_arguments(args: dict[str, Any], sentence: str, server: Server) -> None:
-    with pytest.raises(ValueError, match=f"^judge: {sentence}"):
-        ask(**{"base_url": server.base_url, **args})
-    assert server.requests == []
 
 
 def test_how_it_wants_to_be_called() -> None:

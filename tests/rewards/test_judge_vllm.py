@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_cli.rewards.judge import judge
+from tests.programs import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -36,9 +36,7 @@ def address(
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("judge")
     save_model(folder, tokenizer)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]

@@ -23,10 +23,9 @@ from grpo_cli.rewards._answer import (
     Words,
     read,
 )
-from grpo_cli.rewards._text import announced_answer, plain_characters, tagged_answer
-from grpo_cli.rewards.math import _is_within_limits, math
-from tests.rewards.test_rewards import as_chat, rows_of
-from tests.tables import table
+from grpo_cli.rewards.math import math
+from tests.rewards.test_rewards import as_chat
+from tests.tables import rows_of, table
 
 # Each is read as it stands, in a box and announced, and none needs the deadline.
 HOSTILE = [
@@ -93,63 +92,6 @@ def test_math_scores_hostile_text_zero(text: str) -> None:
     assert math([r"\boxed{6}"], [text]) in ([0.0], [None])  # a gold answer that nobody can read
 
 
-@table(
-    ("text", "expected"),
-    [
-        ("(" * 8 + "1" + ")" * 8, True),
-        ("(" * 9 + "1" + ")" * 9, False),
-        ("{" * 9, False),
-        ("(1) " * 200, True),
-        ("$x = 5" + " and so" * 20 + "$", True),
-        ("$x = 5" + " cats" * 8 + "$", True),
-        ("$x = 5" + " cats" * 9 + "$", False),
-        ("$x = 5$" + " cats" * 90, True),
-        ("|x|" * 4, True),
-        ("|x|" * 4 + "|", False),
-        ("| a | b | c | d |\n" * 20, True),
-        ("1/2 " * 10, True),
-        ("1/2 " * 11, False),
-        ("1/2, " * 11, True),
-        ("http://a.org/" + "docs/" * 20, True),
-        ("1<" * 20 + "2", True),
-        ("1<" * 21 + "2", False),
-        ("x_a_b_c_d_e", True),
-        ("x_a_b_c_d_e_f", False),
-        (r"\sin(\cos(\sin(x)))", True),
-        (r"\sin(\cos(\sin{\log \left( x\right)}))", False),
-        ("x^{x^x}", True),
-        ("x^x^x^x^x", False),  # 2^2^2^2^2 has 19,729 digits
-        ("(x+y)^{61}", True),  # comb(63, 2) = 1953 terms
-        ("(x+y)^{62}", False),
-        ("(x+1)^{100}", True),
-        ("(x+1)^{101}", False),
-        ("as said, (1 + r)^12 = a; we buy it all", True),
-        ("10^{3999}", True),
-        ("10^{4001}", False),
-        ("x^{2010}", True),
-        ("x^{20100}", False),
-        ("2^{10000}", True),  # 3,010 digits
-        ("9**9**9", False),
-        ("(9^9)^9", True),
-        ("9^{9^9}", False),
-        ("((9^{99})^{99})^{99}", False),
-        ("1000!", True),
-        ("3000!", False),
-        ("(9!)!", False),
-        ("Great! We have 5000 apples! 7!", True),
-        (r"\binom{100}{50}", True),
-        (r"\binom{10^9}{10^8}", False),
-        ("2^{100,000,000}", False),
-        ("1 + " * 249 + "1", True),
-        ("1" * 1001, True),
-        ("1" * 1010, False),
-        ("", True),
-    ],
-)
-def test_what_math_verify_gets_to_read(text: str, expected: bool) -> None:
-    assert _is_within_limits(text) is expected
-
-
 def test_math_works_in_any_thread() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(math([r"\boxed{0.5}"], [r"\frac12"])))
@@ -180,66 +122,6 @@ def test_math_lets_a_bug_surface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_cli.rewards.math._same_values", broken)
     with pytest.raises(TypeError, match="a bug of ours"):
         math([r"\boxed{5}"], ["6"])
-
-
-@table(
-    ("text", "expected"),
-    [
-        ("<answer>5</answer>", "5"),
-        ("a <ANSWER>\n 5 \n</Answer> b", "5"),
-        ("<answer>4</answer><answer>5</answer>", "5"),
-        ("<answer>4<answer>5</answer>", "5"),
-        ("<answer>4</answer> <answer>5", "4"),
-        ("<answer>4</answer> 5</answer>", "4"),
-        ("</answer>5<answer>", None),
-        ("<answer>5", None),
-        ("<answers>5</answers>", None),
-        ("<answer></answer>", ""),
-        ("", None),
-    ],
-)
-def test_tagged_answer(text: str, expected: str | None) -> None:
-    assert tagged_answer(text) == expected
-
-
-@table(
-    ("text", "expected"),
-    [
-        ("The answer is 3.5. Next.", "3.5"),
-        ("the answers are 3 and 4", "3 and 4"),
-        ("The final answer is therefore: **18**", "18"),
-        ("The answer to the last question is 18", None),
-        ("The answer, which is not even, is 7.", None),
-        ("My friend says the answer is 7.", None),
-        ("The answer is 18. No, it is 20.", None),
-        ("The answer is not 5", None),
-        ("It answers 5 questions", None),
-        ("Answer = 18", "18"),
-        ("**Answer**: 18 dollars", "18 dollars"),
-        ("# Answer\n\n18", "18"),
-        ("Answer:\n$$\nx\n$$\nand more", "$$\nx\n$$"),
-        ("Answer: $$x = 3.\n$$", "$$x = 3.\n$$"),
-        ("The answer is **18** eggs", "18 eggs"),
-        ("The answer is 2**3", "2**3"),
-        ("The answer is 2 ** 3", "2 ** 3"),
-        ("Answer: 3\nAnswer: 4", "4"),
-        ("Answer: 3\nThis answer is right.", "3"),
-        ("The answer is Evelyn.\nThis answer is right.", "Evelyn"),
-        ("答案应该是18个。还有", "18个"),
-        ("【答案】18", "18"),
-        ("回答:18", None),
-        ("no", None),
-        ("", None),
-    ],
-)
-def test_announced_answer(text: str, expected: str | None) -> None:
-    assert announced_answer(text) == expected
-
-
-def test_plain_characters() -> None:
-    assert plain_characters("答案：１，２３４．５％！") == "答案:1,234.5%。"
-    assert plain_characters("\u200f5\ufeff−3") == "5-3"
-    assert plain_characters("plain é") == "plain é"
 
 
 @table(
@@ -284,7 +166,7 @@ def test_an_answer_is_read_to_its_last_character(text: str, expected: Any) -> No
 
 # Right answers of all shapes, and what must not be paid for; three attacks: wrong answers that were
 # built to pass, and right ones.
-CASES, ATTACK = rows_of("math_cases.jsonl"), rows_of("math_attack.jsonl")
+CASES, ATTACK = rows_of("rewards/math_cases.jsonl"), rows_of("rewards/math_attack.jsonl")
 
 
 @pytest.mark.smoke  # a large table

@@ -1,9 +1,11 @@
 """The rewards on text: their values, what they refuse, and what holds for each of them.
 
 A row of `cases.jsonl` is a completion with the columns and arguments that it is given and its
-value, or arguments with the error that they raise. `math` and `choice` have files of their own.
+value, or arguments with the error that they raise. `math` and `choice` have files of their own. A
+row of `texts.jsonl` is a text and what a function reads of it.
 """
 
+import asyncio
 import importlib
 import inspect
 import json
@@ -16,22 +18,24 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.rewards import REGISTERED, traits_of
-from grpo_cli.rewards._text import boxed_answers, hashes_answer
+from grpo_cli.rewards import REGISTERED, _text, traits_of
 from grpo_cli.rewards.boxed_format import boxed_format
 from grpo_cli.rewards.choice import choice
+from grpo_cli.rewards.code import code, program
 from grpo_cli.rewards.cosine_length import cosine_length
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.rewards.json_schema import json_schema
+from grpo_cli.rewards.judge import judge
 from grpo_cli.rewards.language import language
 from grpo_cli.rewards.length import length
-from grpo_cli.rewards.math import math
+from grpo_cli.rewards.math import _is_within_limits, final_answer, math
 from grpo_cli.rewards.regex import regex
 from grpo_cli.rewards.repetition import repetition
+from grpo_cli.rewards.reward_model import reward_model
 from grpo_cli.rewards.soft_overlong import soft_overlong
 from grpo_cli.rewards.tag_count import tag_count
 from grpo_cli.rewards.think_format import think_format
-from tests.tables import table
+from tests.tables import rows_of, table
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -52,19 +56,20 @@ REWARDS: list[tuple[RewardFunction, dict[str, Any]]] = [
     (length, {}),
     (soft_overlong, {"completion_ids": [[5] * 3], "max_completion_tokens": 4, "cache": 3}),
 ]
-BY_NAME = {reward.__name__: reward for reward, _ in REWARDS}
+BY_NAME: dict[str, Callable[..., Any]] = {reward.__name__: reward for reward, _ in REWARDS}
+BY_NAME |= {"code": code, "judge": judge, "reward_model": reward_model}
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-    lines = (Path(__file__).parent / name).read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
-
-
-CASES = rows_of("cases.jsonl")
+CASES = rows_of("rewards/cases.jsonl")
 
 
 def as_chat(text: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": text}]
+
+
+def called(name: str, **given: Any) -> Any:
+    value = BY_NAME[name](**given)
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def check(reward: RewardFunction, completion: Any, expected: float | None, **given: Any) -> None:
@@ -100,11 +105,11 @@ def test_errors_name_the_argument_and_the_remedy(
     monkeypatch.setattr("socket.socket.connect", refuse)
     sentence = re.escape(row["error"]).replace(re.escape("... "), ".*")
     with pytest.raises(ValueError, match=f"^{row['reward']}: {sentence}") as error:
-        BY_NAME[row["reward"]](**{"completions": ["7"], **ANY, **row["given"]})
+        called(row["reward"], **{"completions": ["7"], **ANY, **row["given"]})
     assert len(str(error.value)) < 600
 
 
-@table("row", rows_of("choice_cases.jsonl"))
+@table("row", rows_of("rewards/choice_cases.jsonl"))
 def test_choice(row: dict[str, Any]) -> None:
     for gold in "ABI":
         check(choice, row["completion"], float(gold == row["letter"]), answer=[gold])
@@ -149,37 +154,25 @@ def test_json_that_cannot_be_computed_with_is_worth_nothing(completion: str, sch
     check(json_schema, completion, 0.0, schema=[schema])
 
 
-@table(
-    ("text", "expected"),
-    [
-        (r"\boxed{\frac{1}{2}} and \fbox{a{b{c}}}", [r"\frac{1}{2}", "a{b{c}}"]),
-        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
-        (r"\boxed{\left\{ x \right.}", [r"\left\{ x \right."]),
-        (r"{ \boxed{1} } } \boxed{2}", ["1", "2"]),
-        (r"\boxed{\boxed{1}}", [r"\boxed{1}", "1"]),
-        (r"\boxed{1", []),
-        (r"\unboxed{1}", []),
-    ],
-)
-def test_boxed_answers(text: str, expected: list[str]) -> None:
-    assert boxed_answers(text) == expected
+# What of a text is an answer, a program, or short enough for math_verify.
+READERS: dict[str, Callable[[str], Any]] = {
+    "tagged_answer": _text.tagged_answer,
+    "announced_answer": _text.announced_answer,
+    "boxed_answers": _text.boxed_answers,
+    "hashes_answer": _text.hashes_answer,
+    "plain_characters": _text.plain_characters,
+    "final_answer": final_answer,
+    "is_within_limits": _is_within_limits,
+    "program": program,
+}
 
 
-@table(
-    ("text", "expected"),
-    [
-        ("a\n#### 42", "42"),
-        ("#### 1\n#### 2\nmore", "2"),
-        ("####42  \n\n", "42"),
-        ("####", None),
-        ("### 42", None),
-        ("##### 42", None),
-        ("#### Evelyn", "Evelyn"),
-        ("#### Step 1\ntext", None),
-    ],
-)
-def test_hashes_answer(text: str, expected: str | None) -> None:
-    assert hashes_answer(text) == expected
+@table("row", rows_of("rewards/texts.jsonl"))
+def test_what_is_read_of_a_text(row: dict[str, Any]) -> None:
+    found = READERS[row["function"]](row["text"])
+    assert found == row["expected"]
+    if row["function"] == "final_answer" and found is not None:
+        assert math([row["text"]], answer=[found]) == [1.0], "right where it is the gold answer"
 
 
 # All of them.

@@ -1,10 +1,8 @@
 """Rewards with a timeout, async ones, what is remembered, counted and logged."""
 
-from __future__ import annotations
-
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,6 @@ from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
 from tests import pool_rewards
 from tests.conftest import make_rollout
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[RewardExecutor]:
-    executor = RewardExecutor(Scoring(workers=2))
-    yield executor
-    executor.close()
 
 
 def spec(name: str, **knobs: Any) -> Reward:

@@ -1,7 +1,5 @@
 """A reward function can neither fork the run, nor end it, nor close its files without a word."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
-from grpo_cli.config import compose, parsing
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config import parsing
+from tests.composed import composed
 from tests.programs import ROOT
 
 sys.path.append(str(ROOT / "scripts"))
@@ -77,21 +76,14 @@ def test_reward_is_drawn_from_the_text() -> None:
     assert sum(rewards) / 2000 == pytest.approx(0.3, abs=0.04)
 
 
-def test_a_job_makes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-    found: list[Recipe] = []
-
-    def task(cfg: DictConfig) -> None:
-        found.append(parsing.parse(cfg, compose.given_keys(cfg)))
-
-    for name, model in (("short", "small"), ("lora", "110m")):
-        job = Job("ours", WORKLOADS[name], str(tmp_path), str(tmp_path), steps=2)
-        assert job.workload.model == model
-        compose.compose_and_call([f"recipe={bench_setup.write_recipe(job)}"], task)
-        recipe = found[-1]
-        assert recipe.prompts_per_step == job.workload.prompts
-        assert recipe.generation.min_completion_tokens == job.workload.min_tokens
-        assert recipe.adapter.rank == (job.workload.lora_rank or recipe.adapter.rank)
+@pytest.mark.parametrize(("name", "model"), [("short", "small"), ("lora", "110m")])
+def test_a_job_makes_a_recipe(name: str, model: str, tmp_path: Path) -> None:
+    job = Job("ours", WORKLOADS[name], str(tmp_path), str(tmp_path), steps=2)
+    assert job.workload.model == model
+    recipe = composed(f"recipe={bench_setup.write_recipe(job)}", parse=parsing.parse)
+    assert recipe.prompts_per_step == job.workload.prompts
+    assert recipe.generation.min_completion_tokens == job.workload.min_tokens
+    assert recipe.adapter.rank == (job.workload.lora_rank or recipe.adapter.rank)
 
 
 def test_meter_sees_what_is_freed_again() -> None:

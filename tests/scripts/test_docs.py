@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -108,29 +108,35 @@ def test_every_metric_is_defined() -> None:
     assert undocumented(["rewards/a/b/mean", "made_up"]) == ["rewards/a/b/mean", "made_up"]
 
 
-def test_example_reward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(example("rewards.md", "my_rewards.py"), "utf-8")
+Write = Callable[[str, str], None]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes the example of a page as a module that can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+
+    def module(page: str, name: str) -> None:
+        shipped = example(page, "my_rewards.py" if name == "readme_rewards.py" else name)
+        (tmp_path / name).write_text(shipped, "utf-8")
+
+    return module
+
+
+def test_example_rewards_run(write: Write) -> None:
+    write("rewards.md", "my_rewards.py")
     scored = group()
     score(scored, near=Reward("my_rewards:near", weight=0.5, args={"scale": 1000}))
     assert [r.reward_parts["near"] for r in scored.rollouts] == [1.0, pytest.approx(0.228)]
     assert [r.reward for r in scored.rollouts] == [0.5, pytest.approx(0.114)]
-
-
-def test_readme_example_reward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "readme_rewards.py").write_text(example("../README.md", "my_rewards.py"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    scored = group()
+    write("../README.md", "readme_rewards.py")
     score(scored, short=Reward("readme_rewards:short", weight=0.1, args={"limit": 2}))
     assert [r.reward_parts["short"] for r in scored.rollouts] == [1.0, 0.0]
 
 
-def test_example_callback_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_callbacks.py").write_text(example("callbacks.md", "my_callbacks.py"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_example_callback_runs(write: Write, tmp_path: Path) -> None:
+    write("callbacks.md", "my_callbacks.py")
     config = Callback("my_callbacks:Unsolved", {"file": "unsolved.jsonl"})
     callback = callback_loading.load({"unsolved": config})[0].target
     scored, absent, outcome = group(), cast(Any, None), Outcome()
@@ -145,8 +151,6 @@ def test_example_callback_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             folder=tmp_path,
             metrics={},
             groups=(scored,),
-            checkpoint=None,
-            summary=None,
             policy=absent,
             tokenizer=absent,
             rank=0,
@@ -161,10 +165,8 @@ def test_example_callback_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert plain(callback.state_dict()) == {"steps": 3}
 
 
-def test_example_loss_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_losses.py").write_text(example("tutorial.md", "my_losses.py"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_example_loss_of_the_tutorial(write: Write) -> None:
+    write("tutorial.md", "my_losses.py")
     soft = importlib.import_module("my_losses").soft
     ratio, advantages = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[1.0, -1.0]])
     loss = soft(ratio, advantages, width=0.1)

@@ -1,7 +1,5 @@
 """A probe tells the truth about a rigged model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -80,18 +78,6 @@ def test_known_pass_rates(tmp_path: Path) -> None:
     assert m.mismatch.mean == pytest.approx(
         torch.tensor(len(live.policy.tokenizer) / 2).log().item(), rel=1e-4
     )
-
-
-def test_nothing_to_learn(tmp_path: Path) -> None:
-    answer, rate = "any", 1.0
-    live = rigged(tmp_path, [answer] * 64)
-    result = probed(live)
-    live.close()
-    assert result.measured.pass_rate is not None
-    assert result.measured.pass_rate.value == rate
-    assert not result.verdict.can_learn
-    assert result.measured.signal[2].value == 0.0
-    assert result.measured.examples[0]["rewards"] == {"digit": rate}
 
 
 def test_a_reward_that_raises_is_a_finding(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The numbers of a probe, from groups made by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The share of groups with a signal: by hand, by all draws, and by simulated probes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """What a probe concludes from its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +37,19 @@ HEALTHY = Measured(
     rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100),
     examples=[],
 )  # fmt: skip
+
+
+def rewards(**changes: Any) -> dict[str, Any]:
+    return {"rewards": {"exact_match": replace(REWARD, **changes)}}
+
+
 NO_SIGNAL: dict[str, Any] = {
     "differing": 0,
     "signal": {8: Estimate(0.0, 0.0, 0.1)},
     "reward_mean": 0.0,
-    "rewards": {"exact_match": replace(REWARD, constant=0.0, mean=0.0)},
+    **rewards(constant=0.0, mean=0.0),
 }
+SOLVED = {"is_constant": True, "reward_mean": 1.0, **rewards(constant=1.0, mean=1.0)}
 RECIPE = Recipe(reward={"exact_match": Reward("exact_match")})
 
 
@@ -70,20 +75,8 @@ def test_a_healthy_run() -> None:
         ({"is_constant": False}, "no_signal", ["only between prompts"]),
         ({"is_constant": True, "identical": 1.0}, "identical", ["generation.temperature = 1"]),
         ({"is_constant": True, "truncated": 1.0}, "truncated", ["max_completion_tokens = 256"]),
-        (
-            {"rewards": {"exact_match": replace(REWARD, none=512, mean=None)}},
-            "no_reward",
-            ["None"],
-        ),
-        (
-            {
-                "is_constant": True,
-                "reward_mean": 1.0,
-                "rewards": {"exact_match": replace(REWARD, constant=1.0, mean=1.0)},
-            },
-            "solved",
-            ["nothing left to learn"],
-        ),
+        (rewards(none=512, mean=None), "no_reward", ["None"]),
+        (SOLVED, "solved", ["nothing left to learn"]),
     ],
 )
 def test_runs_without_a_signal(changes: dict[str, Any], name: str, words: list[str]) -> None:
@@ -98,7 +91,7 @@ def test_runs_without_a_signal(changes: dict[str, Any], name: str, words: list[s
 @table(
     "changes, name, stops",
     [
-        ({"rewards": {"exact_match": replace(REWARD, errors=3)}}, "reward_error", True),
+        (rewards(errors=3), "reward_error", True),
         ({"failed_environments": 0.3, "environment_error": "gone"}, "environment_error", True),
         ({"mismatch": Mismatch(1.5, 9.0, 100)}, "mismatch", True),
         ({"mismatch": Mismatch(0.2, 9.0, 100)}, "mismatch", False),

@@ -18,7 +18,7 @@ from tests.config.test_parsing import recipe
 from tests.tables import rows_of
 
 HERE = {"generation.engine": "vllm_colocate"}
-ROWS = rows_of(__file__, "settings.jsonl")
+ROWS = rows_of("generation/vllm/settings.jsonl")
 
 
 def parsed(changes: dict[str, Any]) -> Recipe:

@@ -1,7 +1,5 @@
 """The figures of a live view: its arithmetic, with literal answers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is followed while it grows, is cut back and is begun again."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

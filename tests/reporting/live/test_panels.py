@@ -1,7 +1,5 @@
 """The panels of `grpo watch`: what fits, and that a model's text drives no terminal."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The report in Chromium, at two widths: its tabs, filters and switches, as a person uses them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

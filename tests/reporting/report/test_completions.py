@@ -1,7 +1,5 @@
 """Stored completions become columns: limits, tokens, secrets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

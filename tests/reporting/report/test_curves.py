@@ -1,7 +1,5 @@
 """Metrics become columns; a long run is drawn by means."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_cli.reporting.report.curves import columns

@@ -1,7 +1,5 @@
 """What was run, how it stands, and which knobs were changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

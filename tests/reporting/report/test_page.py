@@ -1,7 +1,5 @@
 """The page holds everything, and nothing of a run reaches it as markup."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -66,12 +64,3 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "hf_abcdef" not in head
     assert "plain123" not in head
     assert "grpo train" in head
-
-
-def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:
-    folder = write_run(tmp_path)
-    path = folder / "report.html"
-    path.write_text("old", encoding="utf-8")
-    size = page.write([page.read(RunFolder.open(folder))], path)
-    assert size == path.stat().st_size > 50_000
-    assert not list(folder.glob("*.tmp"))

@@ -1,7 +1,5 @@
 """Images become small pictures, each once, within a budget."""
 
-from __future__ import annotations
-
 from grpo_cli.reporting.report.pictures import Pictures
 from tests.test_images import RED, encoded
 

@@ -1,7 +1,5 @@
 """Token texts come from the run's own tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_cli.reporting.report.token_texts import candidates, texts_of
