@@ -16,12 +16,13 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-from grpo_cli import cli, train
+from grpo_cli import cli
+from grpo_cli.training import loop
 
 STEP = 3
 entered: set[str] = set()
 steps_begun = 0
-take_step = train.take_step
+take_step = loop.take_step
 
 
 def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -37,7 +38,7 @@ def counted(*given: Any, **named: Any) -> Any:
 
 def main() -> None:
     names_too = "--count" not in sys.argv
-    train.take_step = counted
+    loop.take_step = counted
     threading.setprofile(note)
     sys.setprofile(note)
     words = f"train recipe=arithmetic_tiny steps={STEP + 1} dataset.eval=null eval.every=0".split()

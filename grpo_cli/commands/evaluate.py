@@ -192,7 +192,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
             folder = paths.evaluation_folder(path) / folder_name(recipe)
             recipe.output_dir = str(folder_of_job(folder))
         prepared = prepare.for_evaluation(recipe)
-        folders.append(prepared.folder)
+        folders.append(Path(recipe.output_dir).expanduser().absolute())
         from grpo_cli.commands import evaluation_run
 
         try:

@@ -44,7 +44,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     rows = folder / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n')
     recipe = Recipe(reward={"math": Reward(function="math")})
-    recipe.dataset.eval = str(rows)
+    recipe.dataset.eval, recipe.dataset.chat = str(rows), False
     tree = yaml.safe_load(as_yaml(recipe))
     for key, value in changes.items():
         *sections, name = key.split("__")

@@ -9,7 +9,7 @@ import pytest
 from grpo_cli import cli
 from tests.composed import with_recipe
 
-RECIPES = ("train", "plan", "probe", "slurm", "explain")  # commands that need a recipe
+RECIPES = ("train", "plan", "probe", "explain")  # commands that need a recipe
 Grpo = Callable[..., tuple[int, str, str]]
 
 

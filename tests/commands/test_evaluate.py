@@ -115,8 +115,8 @@ def test_mistakes_about_training_are_none_of_evaluation(changes: dict[str, Any])
 
 
 def test_a_chat_template_is_read_for_benchmarks_too() -> None:
-    own = {"model.chat_template": "{{ messages }}"}
-    with pytest.raises(UserError, match=r"is only read when dataset\.chat is set"):
+    own = {"model.chat_template": "{{ messages }}", "dataset.chat": False}
+    with pytest.raises(UserError, match=r"is only read with dataset\.chat = auto or true"):
         parse(composed(**own))
     parse(composed(**own, benchmark={"own": {"data": "a.jsonl"}}))
 

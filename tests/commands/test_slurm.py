@@ -68,7 +68,7 @@ def test_options_of_sbatch() -> None:
 
 
 def test_a_model_on_several_gpus_has_fewer_copies() -> None:
-    words = ["recipe=a", "gpus_per_node=8", "time=90", "vllm_nodes=1"]
+    words = ["recipe=a", "gpus_per_node=8", "time=1:30:00", "vllm_nodes=1"]
     assert "\nSERVE_WORDS=(\n  data_parallel=8\n)" in text_of(*words)
     text = text_of(*words, "serve.tensor_parallel=4")
     assert "\nSERVE_WORDS=(\n  data_parallel=2\n  tensor_parallel=4\n)" in text
@@ -232,7 +232,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Batch]
             work_dir=f"'{tmp_path}'", run_dir=f"'{run}'", log="%j", python=str(fake / "python"),
             setup="export S_ET=up",
         )  # fmt: skip
-        given = ["recipe=math_qwen", "gpus_per_node=2", "time=90", "grace=40", *words]
+        given = ["recipe=math_qwen", "gpus_per_node=2", "time=1:30:00", "grace=40", *words]
         file = tmp_path / "job.sbatch"
         file.write_text(text_of(*given, place=place))
         known = {

@@ -110,9 +110,8 @@ def test_training_mode_and_numbers(family: Family) -> None:
     elif family.why.startswith(("its attention is", "its layers")):
         assert said == [f"note: rows are padded: the model's {family.why.removeprefix('its ')}"]
     else:
-        assert said == [
-            f"note: not {ForwardMode(True, True)} ({family.why}); instead {family.mode}"
-        ]
+        off = f"note: {ForwardMode(True, True)} is off ({family.why})"
+        assert said == [f"{off}; {family.mode} gives the same result, slower"]
     found, _ = policy_logprobs(rollouts, 1.0)
     assert (found - expected).abs().max() < 1e-4
     mine = flat_gradient(model, (weights * found).sum())
@@ -145,8 +144,7 @@ def test_decoder_and_completions(family: Family) -> None:
     assert generator.decoder is DECODERS[family.decoder]
     expected = []
     if family.why:
-        instead = "note: decoding with transformers' own cache, not with the engine"
-        expected = [f"{instead} ({family.why}"]
+        expected = [f"note: the embedded engine is off ({family.why}"]
     assert len(said) == len(expected)
     for line, begin in zip(said, expected, strict=True):
         assert line.startswith(begin)

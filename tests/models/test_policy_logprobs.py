@@ -231,8 +231,8 @@ def test_unexpected_models_fall_back(
     assert model.training
     assert len(said) == len(reasons)
     for note, reason, given_up, instead in zip(said, reasons, order, order[1:], strict=False):
-        assert note.startswith(f"note: not {given_up} ({reason}")
-        assert note.endswith(f"); instead {instead}")
+        assert note.startswith(f"note: {given_up} is off ({reason}")
+        assert note.endswith(f"); {instead} gives the same result, slower")
     found, _ = policy_logprobs(rollouts, 0.9)
     if change is in_training:
         model.eval()
@@ -272,7 +272,8 @@ def test_rollouts_longer_than_the_window(family: Family) -> None:
     with pytest.raises(UnsupportedModelError, match=why):
         policy_logprobs(rollouts, 1.0)
     policy_logprobs.fall_back(why)
-    assert said == [f"note: not {given_up} ({why}); instead {policy_logprobs.mode}"]
+    instead = f"{policy_logprobs.mode} gives the same result, slower"
+    assert said == [f"note: {given_up} is off ({why}); {instead}"]
     if policy_logprobs.mode.packed:
         policy_logprobs.fall_back(why)
     found, _ = policy_logprobs(rollouts, 1.0)

@@ -108,7 +108,7 @@ def test_every_metric_is_defined() -> None:
     assert undocumented(["rewards/a/b/mean", "made_up"]) == ["rewards/a/b/mean", "made_up"]
 
 
-Write = Callable[[str, str], None]
+Write = Callable[[str, str], ModuleType]
 
 
 @pytest.fixture
@@ -117,9 +117,10 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def module(page: str, name: str) -> None:
+    def module(page: str, name: str) -> ModuleType:
         shipped = example(page, "my_rewards.py" if name == "readme_rewards.py" else name)
         (tmp_path / name).write_text(shipped, "utf-8")
+        return importlib.import_module(name.removesuffix(".py"))
 
     return module
 
@@ -130,9 +131,9 @@ def test_example_rewards_run(write: Write) -> None:
     score(scored, near=Reward("my_rewards:near", weight=0.5, args={"scale": 1000}))
     assert [r.reward_parts["near"] for r in scored.rollouts] == [1.0, pytest.approx(0.228)]
     assert [r.reward for r in scored.rollouts] == [0.5, pytest.approx(0.114)]
-    write("../README.md", "readme_rewards.py")
-    score(scored, short=Reward("readme_rewards:short", weight=0.1, args={"limit": 2}))
-    assert [r.reward_parts["short"] for r in scored.rollouts] == [1.0, 0.0]
+    short = write("../README.md", "readme_rewards.py").short
+    answers = [[{"role": "assistant", "content": text}] for text in ("Lima.", "It is Lima", "")]
+    assert short(answers, words=2) == [1.0, 0.0, 0.0]
 
 
 def test_example_callback_runs(write: Write, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from grpo_cli import cli, train
+from grpo_cli import cli
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.training import run
+from grpo_cli.training import loop, run
 from tests.training.test_train import built, metrics, one_update, trained, weights
 from tests.training.test_train import test_stop_and_resume_is_the_same_run as stop_and_resume
 
@@ -48,7 +48,7 @@ def test_gradients_match_float32(tmp_path: Path) -> None:
 def test_overflowing_step_is_skipped(tmp_path: Path) -> None:
     live = overflowing(tmp_path, 2.0**40, update__num_iterations=2, steps=1)
     before = weights(live)
-    train.train(live)
+    loop.train(live)
     live.close()
     assert torch.equal(before, weights(live))
     (line,) = metrics(live)
@@ -62,7 +62,7 @@ def test_gradients_that_overflow_without_a_scale_end_the_run(tmp_path: Path) -> 
     live = built(tmp_path, mixed_precision="fp16", steps=40)
     live.policy.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(TrainingError, match=r"step 17: the loss is .* with a loss scale of 1 too"):
-        train.train(live)
+        loop.train(live)
     live.close()
     assert [m["skipped_updates"] for m in metrics(live)] == [1] * 16
     assert live.policy.scaler.get_scale() == 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli import cli, train
+from grpo_cli import cli
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.checkpointer import load_state
 from grpo_cli.distributed import heartbeat
@@ -27,7 +27,7 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
-from grpo_cli.training import resume, run
+from grpo_cli.training import loop, resume, run
 from grpo_cli.training.rollouts import prefetch
 from grpo_cli.training.rollouts.collect import use_samplers_logprobs
 from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
@@ -220,7 +220,7 @@ def trained(
     """
     live = built(folder, **changes)
     update, write = live.generator.update_weights, live.reporter.step
-    take_step = train.take_step
+    take_step = loop.take_step
     steps: list[Drawing] = []
 
     def update_later(policy: PreTrainedModel, step: int) -> dict[str, float]:
@@ -248,11 +248,11 @@ def trained(
 
     live.generator.update_weights = update_later  # type: ignore[method-assign]
     live.reporter.step = stop  # type: ignore[method-assign]
-    train.take_step = note
+    loop.take_step = note
     try:
-        train.train(live)
+        loop.train(live)
     finally:
-        train.take_step = take_step
+        loop.take_step = take_step
         live.close()
     return live, steps
 
