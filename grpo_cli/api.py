@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 REWARDS = "grpo_rewards"  # module that holds the reward functions of this process
 
@@ -30,22 +30,19 @@ def train(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Trains as `grpo train` does.
+    """Trains as `grpo train` does, and returns what the run's summary.json holds.
 
     Args:
         recipe: the name of a recipe, or a file.
         rewards: reward functions by name, in TRL's calling convention.
         changes: knobs by their keys: `steps=20`, `**{"optimizer.learning_rate": 1e-5}`.
 
-    Returns:
-        What the run's summary.json holds: accuracy before and after, checkpoints, seconds.
-
     Raises:
         UserError: a mistake in the recipe. TrainingError: the run failed.
         KeyboardInterrupt: the run was interrupted; a checkpoint has been written.
     """
     (folder,) = _run("train", [f"recipe={recipe}"], rewards or {}, changes)
-    return _read(folder / "summary.json")
+    return cast(dict[str, Any], json.loads((folder / "summary.json").read_text("utf-8")))
 
 
 def evaluate(
@@ -54,20 +51,12 @@ def evaluate(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Evaluates a run, a checkpoint, a model folder or a hub name as `grpo eval` does.
+    """Evaluates a run, a model folder or a hub name as `grpo eval` does; returns its eval.json.
 
-    Args:
-        checkpoint: its folder or name.
-        rewards, changes: see `train`.
-
-    Returns:
-        What eval.json holds.
-
-    Raises:
-        UserError: a mistake in the request. TrainingError: the evaluation failed.
+    Args and errors are those of `train`.
     """
     (folder,) = _run("eval", [str(checkpoint)], rewards or {}, changes)
-    return _read(folder / "eval.json")
+    return cast(dict[str, Any], json.loads((folder / "eval.json").read_text("utf-8")))
 
 
 def _run(
@@ -105,8 +94,3 @@ def _words(changes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         else:
             text = str(value) if isinstance(value, str | Path) else json.dumps(value)
             yield f"{prefix}{key}={text}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return found

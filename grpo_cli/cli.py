@@ -31,6 +31,7 @@ from grpo_cli import __version__
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lookup import with_recipe_of_run
 from grpo_cli.config.compose import (
+    BARE,
     complete,
     compose_and_call,
     error_message,
@@ -94,7 +95,8 @@ Examples
 `grpo COMMAND --help` fits a screen, `grpo help COMMAND` lists every word. All
 pages are in docs/. Shell completion: eval "$(grpo -sc install=bash)"
 """
-TRAIN_USAGE = """\
+HELP = {
+    "train": """\
 grpo train [FILE | recipe=NAME] [key=value ...]
 
 Trains a model with GRPO and writes the run to outputs/NAME. Without a recipe it
@@ -118,7 +120,13 @@ Examples:
   grpo train resume=outputs/my
 
 `grpo explain KEY` describes a knob, `grpo help train` lists all of them.
-"""
+""",
+    "recipes": "grpo recipes: prints the name and the description of each shipped recipe\n",
+    "rewards": """\
+grpo rewards [MODULE ...]: prints the reward functions, also those of your
+modules, with the columns that they read and the arguments that they take
+""",
+}
 
 
 def main() -> None:
@@ -159,16 +167,12 @@ def run_command(argv: list[str]) -> int:
     # peft imports bitsandbytes, which warns on some CPUs that it found no 4-bit kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        asks = bool({"-h", "--help"} & {*argv[1:]}) and not {"--cfg", "--info"} & {*argv}
-        if argv[:1] == ["help"] and argv[1:2] and argv[1] in COMMANDS:
-            show_all(argv[1])
-        elif not argv or argv[0] in ("-h", "--help", "help"):
+        if not argv or argv[0] in ("-h", "--help") or argv == ["help"]:
             print(USAGE, end="")
-        elif asks and argv[0] == "train":
-            print(TRAIN_USAGE, end="")
-        elif asks and argv[0] in WITH_RECIPE:  # without the knobs of the recipe
-            module = "evaluate" if argv[0] == "eval" else argv[0]
-            print(importlib.import_module(f"grpo_cli.commands.{module}").HELP, end="")
+        elif argv[0] == "help" and argv[1] in COMMANDS:
+            show_all(argv[1])
+        elif argv[0] in COMMANDS and asks_for_help(*argv):
+            print(help_of(argv[0]), end="")
         elif argv[0] == "--version":
             print(__version__)
         elif argv[0] in ("-sc", "--shell_completion"):
@@ -258,23 +262,39 @@ def train(argv: list[str]) -> list[Path]:
 
     compose_and_call(with_recipe_of_run(argv), task)
     if len(runs) > 1 and os.environ.get("RANK", "0") == "0":
-        print(sweep_table(runs))
+        print_runs(runs)
     return [folder for _, folder in runs]
 
 
-def sweep_table(runs: Sequence[tuple[list[str], Path]]) -> str:
-    """Returns a table of runs: the words in which they differ, accuracy before and after."""
+def print_runs(runs: Sequence[tuple[list[str], Path]]) -> None:
+    """Prints a table of runs: the words in which they differ, accuracy before and after."""
+    from rich.console import Console  # late: slow
+    from rich.table import Table
+
     shared = set.intersection(*(set(words) for words, _ in runs))
-    rows: list[tuple[str, ...]] = [("run", "words", "before", "after")]
+    table = Table("run", "words", "before", "after")
     for words, folder in runs:
         found = json.loads((folder / "summary.json").read_text("utf-8"))
         ends = [(found[end] or {}).get("accuracy") for end in ("before", "after")]
-        shown = ["-" if value is None else f"{value:.3f}" for value in ends]
+        shown = ["" if value is None else f"{value:.3f}" for value in ends]
         own = " ".join(word for word in words if word not in shared)
-        rows.append((paths.shown(folder.absolute()), own, *shown))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n" + "\n".join(line.rstrip() for line in lines)
+        table.add_row(paths.shown(folder.absolute()), own, *shown)
+    Console().print(table)
+
+
+def asks_for_help(command: str, *words: str) -> bool:
+    """Returns whether a command line asks for help, or lacks the words that it needs."""
+    if {"-h", "--help"} & {*words}:
+        return not {"--cfg", "--info"} & {*words}
+    return not words and command in ("show", "watch", "report", "replay", "export")
+
+
+def help_of(command: str, name: str = "HELP") -> str:
+    """Returns the help of a command, which fits a screen; `ALL` is that with every word."""
+    if command in HELP:
+        return HELP[command]
+    module = importlib.import_module(f"grpo_cli.commands.{MODULES[command]}")
+    return str(getattr(module, name, module.HELP))
 
 
 def show_all(command: str) -> None:
@@ -282,7 +302,9 @@ def show_all(command: str) -> None:
     import pydoc
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        COMMANDS[command](["--help"])
+        print(help_of(command, "ALL"))
+        if command in ("train", "eval", "probe", "score"):
+            compose_and_call(["--help"], lambda cfg: None, BARE)
     pydoc.pager(printed.getvalue())
 
 
@@ -297,11 +319,8 @@ def verb(module: str) -> Callable[[list[str]], object]:
 
 def recipes(argv: list[str]) -> None:
     """`grpo recipes`: prints the name and the description of each shipped recipe."""
-    if {"-h", "--help"} & {*argv}:
-        print("grpo recipes: prints the name and the description of each shipped recipe")
-        return
     files = recipe_files()
-    width = max((len(path.stem) for path in files), default=0)
+    width = max(len(path.stem) for path in files)
     for path in files:
         text = yaml.safe_load(path.read_text(encoding="utf-8"))
         print(f"{path.stem:{width}} {text['description']}")
@@ -312,12 +331,6 @@ def rewards(argv: list[str]) -> None:
     from grpo_cli.rewards import traits_of
     from grpo_cli.scoring import registry
 
-    if {"-h", "--help"} & {*argv}:
-        print(
-            "grpo rewards [MODULE ...]: prints the reward functions, also those of your\n"
-            "modules, with the columns that they read and the arguments that they take"
-        )
-        return
     registry.import_modules(argv, "grpo rewards")
     for name in sorted(registry.known()):
         function = registry.resolve(name)
@@ -333,15 +346,16 @@ def rewards(argv: list[str]) -> None:
             print(f"{'':16} at most {timeout:g} s for a completion")
 
 
-WITH_RECIPE = ("eval", "probe", "score", "slurm", "serve")  # their own --help is longer
-IN_MODULES = (
-    "plan", "probe", "score", "show", "watch", "explain", "report", "replay", "serve", "slurm",
-    "doctor", "export",
-)  # fmt: skip
+MODULES = {
+    "eval": "evaluate",
+    **{name: name for name in (
+        "plan", "probe", "score", "show", "watch", "explain", "report", "replay", "serve", "slurm",
+        "doctor", "export",
+    )},
+}  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "train": train,
-    "eval": verb("evaluate"),
-    **{name: verb(name) for name in IN_MODULES},
+    **{name: verb(module) for name, module in MODULES.items()},
     "recipes": recipes,
     "rewards": rewards,
 }

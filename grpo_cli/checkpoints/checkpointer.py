@@ -558,11 +558,9 @@ def outdated(
 
 def keep_model_only(path: Path) -> None:
     """Deletes what resuming needs from a checkpoint with a model folder."""
-    files = manifest.read(path)
-    gone = [name for name in files if name == STATE or name.startswith(f"{shards.SHARDS}/")]
-    manifest.write(path, {name: entry for name, entry in files.items() if name not in gone})
-    for name in gone:
-        (path / name).unlink(missing_ok=True)
+    files, gone = manifest.read(path), (STATE, f"{shards.SHARDS}/")
+    manifest.write(path, {n: entry for n, entry in files.items() if not n.startswith(gone)})
+    (path / STATE).unlink(missing_ok=True)
     shutil.rmtree(path / shards.SHARDS, ignore_errors=True)
 
 

@@ -33,7 +33,13 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import as_words, compose_and_call, given_keys, recipe_files
+from grpo_cli.config.compose import (
+    DEFAULT_RECIPE,
+    as_words,
+    compose_and_call,
+    given_keys,
+    recipe_files,
+)
 from grpo_cli.config.interpolation import SECRET, publishable
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
@@ -81,16 +87,11 @@ class Finding:
     advice: str = ""  # what to do
 
 
-def main(argv: list[str]) -> None:
-    """Runs all checks and prints their findings; with --nodes checks the nodes of a job.
+HELP = USAGE + doctor_nodes.USAGE + described(doctor_nodes.Settings, dashes=True)
 
-    Raises:
-        UserError: a mistake on the command line.
-        TrainingError: something is broken.
-    """
-    if {"-h", "--help"} & {*argv}:
-        print(USAGE + doctor_nodes.USAGE + described(doctor_nodes.Settings, dashes=True), end="")
-        return
+
+def main(argv: list[str]) -> None:
+    """Runs all checks and prints their findings; with --nodes checks the nodes of a job."""
     options = {recipe_key(w[2:].replace("-", "_")) for w in argv if w.startswith("--")}
     if options - RECIPE_KEYS - {"config"}:
         doctor_nodes.main(argv)
@@ -293,6 +294,8 @@ def recipes(recipe: Recipe | None) -> Iterator[Finding]:
         yield from lacks(recipe) or [Finding("recipe", "nothing is missing")]
         return
     for path in recipe_files():
+        if path.stem == DEFAULT_RECIPE:  # its model and rows are the user's
+            continue
         found = lacks(composed([f"recipe={path.stem}"]))
         said = "; ".join(f.value for f in found) or "nothing is missing"
         yield Finding(path.stem, said, NOTE if found else OK)
@@ -307,14 +310,7 @@ def composed(words: list[str]) -> Recipe:
 
 def lacks(recipe: Recipe) -> list[Finding]:
     """Returns the findings on missing requirements of a recipe on this machine. Loads no model."""
-    import torch
-
-    found = [*_refusals(recipe)]
-    on_cpu = recipe.device in ("auto", "cpu") and not torch.cuda.is_available()
-    if on_cpu and recipe.mixed_precision != "no":
-        advice = f"the CPU is for tiny models; grpo plan recipe={recipe.recipe} gpu=NAME"
-        found.append(Finding("device", "no GPU", NOTE, advice))
-    return [*found, *_not_cached(recipe)]
+    return [*_refusals(recipe), *_not_cached(recipe)]
 
 
 def _refusals(recipe: Recipe) -> Iterator[Finding]:

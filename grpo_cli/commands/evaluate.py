@@ -82,8 +82,6 @@ def main(argv: list[str]) -> list[Path]:
 
         compare.main([*words[1:], *options])
         return []
-    if {"-h", "--help"} & {*options}:
-        print(HELP)
     words = [w for word in words for w in spelt_out(word)]
     own, words = split(Settings, words)
     given = parse(Settings, own)

@@ -20,7 +20,7 @@ from grpo_cli.config.schema import entry_field, knobs
 from grpo_cli.config.words import expected
 from grpo_cli.errors import UserError
 
-USAGE = """\
+HELP = """\
 grpo explain [recipe=NAME] [key=value ...] [KEY ...]
 
 Prints the value of a knob, what it does, and the place that sets it: the
@@ -33,14 +33,7 @@ places that it takes precedence over.
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line and prints the requested knobs.
-
-    Raises:
-        UserError: there is no such key or recipe, or the recipe has a mistake.
-    """
-    if {"-h", "--help"} & {*argv}:
-        print(USAGE, end="")
-        return
+    """Checks the command line and prints the requested knobs."""
     options, rest = split_options(argv)
     keys = [w for w in rest if "=" not in w and not w.startswith("~")]
     words = [w for w in options + rest if w not in keys]

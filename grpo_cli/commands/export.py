@@ -75,15 +75,11 @@ class Settings:
     )
 
 
-def main(argv: list[str]) -> None:
-    """Checks the command line, exports the model and prints the new folder.
+HELP = USAGE + described(Settings, dashes=True)
 
-    Raises:
-        UserError: a mistake on the command line. Also as `export`.
-    """
-    if not argv or {"-h", "--help"} & {*argv}:
-        print(USAGE + described(Settings, dashes=True), end="")
-        return
+
+def main(argv: list[str]) -> None:
+    """Checks the command line, exports the model and prints the new folder."""
     own, rest = split(Settings, options_as_words(Settings, argv, "grpo export"))
     settings = parse(Settings, own, option)
     if len(rest) != 2:

@@ -39,16 +39,12 @@ class Settings:
     )
 
 
-def main(argv: list[str]) -> None:
-    """Composes the recipe and prints its plan.
+HELP = USAGE + described(Settings)
 
-    Raises:
-        UserError: a mistake on the command line; the model's config cannot be read.
-    """
+
+def main(argv: list[str]) -> None:
+    """Composes the recipe and prints its plan."""
     options, words = split_options(argv)
-    if {"-h", "--help"} & {*options}:
-        print(USAGE + described(Settings), end="")
-        return
     as_json = "--json" in options
     options = [word for word in options if word != "--json"]
     own, rest = split(Settings, words)

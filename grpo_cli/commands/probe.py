@@ -56,8 +56,6 @@ def main(argv: list[str]) -> None:
         CannotLearn: the run cannot learn as it stands.
     """
     options, words = split_options(argv)
-    if {"-h", "--help"} & {*options}:
-        print(HELP)
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
     own, rest = split(Settings, words)

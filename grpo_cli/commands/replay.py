@@ -60,6 +60,9 @@ class Settings:
     )
 
 
+HELP = USAGE + described(Settings, dashes=True)
+
+
 def main(argv: list[str]) -> None:
     """Checks the command line, recomputes the step and prints it.
 
@@ -67,9 +70,6 @@ def main(argv: list[str]) -> None:
         UserError: a mistake on the command line; the step was not kept.
         TrainingError: loss or gradient are not the recorded ones.
     """
-    if not argv or {"-h", "--help"} & {*argv}:
-        print(USAGE + described(Settings, dashes=True), end="")
-        return
     (given,), settings = parse_with_runs(Settings, argv, "grpo replay")
     run = RunFolder.open(given)
     number, recorded = find(run, settings)

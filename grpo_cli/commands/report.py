@@ -43,15 +43,11 @@ class Settings:
     )
 
 
-def main(argv: list[str]) -> None:
-    """Checks the command line and writes the report.
+HELP = USAGE + described(Settings, dashes=True)
 
-    Raises:
-        UserError: a mistake on the command line; there is no such run.
-    """
-    if not argv or {"-h", "--help"} & {*argv}:
-        print(USAGE + described(Settings, dashes=True), end="")
-        return
+
+def main(argv: list[str]) -> None:
+    """Checks the command line and writes the report."""
     given, settings = parse_with_runs(Settings, argv, "grpo report", 2)
     runs = [RunFolder.open(word, name) for word, name in zip(given, ("RUN", "OTHER"), strict=False)]
     path = output_path(runs, settings.output)

@@ -75,17 +75,11 @@ HELP = USAGE + described(Request)
 
 
 def main(argv: list[str]) -> None:
-    """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions.
-
-    Raises:
-        UserError: a mistake in the request. TrainingError: as `score`.
-    """
+    """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions."""
     options, words = split_options(argv)
     has_recipe = any(w.startswith("recipe=") for w in words)
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
-    if {"-h", "--help"} & {*options}:
-        print(HELP)
     own, rest = split(Request, words)
     if any(o.partition("=")[0] in SHOWING for o in options):
         compose_and_call([*rest, *options], lambda cfg: None, BARE)
@@ -119,12 +113,15 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
     # SIGTERM becomes an exception, so that `executor.close` runs.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     executor = RewardExecutor(recipe.scoring)
+    if recipe.dataset.chat == "auto":  # the tokenizer is not loaded
+        chat = own_recipe and recipe.model.path is not None
+        recipe = replace(recipe, dataset=replace(recipe.dataset, chat=chat))
     run: dict[str, Any] = {"device": recipe.device}
     if own_recipe:
         run["max_completion_tokens"] = recipe.generation.max_completion_tokens
     try:
         if request.row is not None:
-            _score_one(request, recipe, executor, run, own_recipe)
+            _score_one(request, recipe, executor, run)
         else:
             _score_file(request, recipe, executor, run)
     finally:
@@ -133,16 +130,10 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
 
 
 def _score_one(
-    request: Request,
-    recipe: Recipe,
-    executor: RewardExecutor,
-    run: Mapping[str, Any],
-    own_recipe: bool,
+    request: Request, recipe: Recipe, executor: RewardExecutor, run: Mapping[str, Any]
 ) -> None:
     assert request.row is not None
     dataset = recipe.dataset
-    if dataset.chat == "auto":  # the tokenizer is not loaded
-        dataset = replace(dataset, chat=own_recipe and recipe.model.path is not None)
     rows = data.load_rows(dataset, request.split)
     if request.row >= len(rows.rows):
         raise UserError(

@@ -78,19 +78,13 @@ MAIN = (
     "model", "host", "port", "tensor_parallel", "data_parallel", "memory", "max_model_len",
     "engine_args",
 )  # fmt: skip
+ALL = USAGE + described(ServerSettings)
 HELP = f"{USAGE}{described(ServerSettings, names=MAIN)}\n`grpo help serve` lists all words.\n"
 
 
 def main(argv: list[str]) -> None:
-    """`grpo serve`: starts vLLM's server with a model, or with that of a recipe.
-
-    Raises:
-        Stopped: a signal has ended the server. UserError, TrainingError: as `serve`.
-    """
+    """`grpo serve`: starts vLLM's server with a model, or with that of a recipe."""
     options, words = split_options(argv)
-    if {"-h", "--help"} & {*options}:
-        print(USAGE + described(ServerSettings), end="")
-        return
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo serve: serves one model; -m is for grpo train and grpo eval.")
     settings, rest = split_words(words)
@@ -130,11 +124,7 @@ def split_words(argv: Sequence[str]) -> tuple[ServerSettings, list[str]]:
 
 
 def parse_words(words: Iterable[str]) -> ServerSettings:
-    """Returns checked settings.
-
-    Raises:
-        UserError: as `split_words`.
-    """
+    """Returns checked settings."""
     settings = parse(ServerSettings, words)
     arguments = {name.replace("-", "_"): v for name, v in settings.engine_args.items()}
     if len(arguments) < len(settings.engine_args):
@@ -165,7 +155,7 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         )  # fmt: skip
         dtype = "auto" if gpus else "float32"
     else:
-        recipe = prepare.with_stored_dtype(recipe)
+        recipe = prepare.resolved(recipe)
         prepare.check_model_path(recipe)
         longest = recipe.dataset.max_prompt_tokens + recipe.longest_completion
         plan = ServerPlan(

@@ -39,15 +39,11 @@ class Settings:
     )
 
 
-def main(argv: list[str]) -> None:
-    """Checks the command line and prints the completions.
+HELP = USAGE + described(Settings, dashes=True)
 
-    Raises:
-        UserError: a mistake on the command line; there are no such completions.
-    """
-    if not argv or {"-h", "--help"} & {*argv}:
-        print(USAGE + described(Settings, dashes=True), end="")
-        return
+
+def main(argv: list[str]) -> None:
+    """Checks the command line and prints the completions."""
     (given,), settings = parse_with_runs(Settings, argv, "grpo show")
     root = Path(given).expanduser()
     if root.is_dir():

@@ -115,6 +115,7 @@ MAIN = (
     "nodes", "gpus_per_node", "vllm_nodes", "time", "partition", "account", "mem", "setup",
     "sbatch",
 )  # fmt: skip
+ALL = USAGE + described(Settings)
 HELP = f"{USAGE}{described(Settings, names=MAIN)}\n`grpo help slurm` lists all words.\n"
 
 
@@ -215,11 +216,7 @@ def serving_words(words: Sequence[str]) -> list[str]:
 
 
 def check(settings: Settings, recipe: Recipe) -> None:
-    """Runs the checks of `grpo train`, and checks that recipe and nodes fit together.
-
-    Raises:
-        UserError: they do not fit together, or the recipe has a mistake.
-    """
+    """Runs the checks of `grpo train`, and checks that recipe and nodes fit together."""
     from grpo_cli.commands import serve
     from grpo_cli.training import prepare
 
@@ -310,9 +307,6 @@ def _quoted(option: str) -> str:
 def main(argv: list[str]) -> None:
     """Composes the recipe, checks it, writes the script and may submit it."""
     options, words = split_options(argv)
-    if {"-h", "--help"} & {*options}:
-        print(USAGE + described(Settings), end="")
-        return
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo slurm: writes one job; run it once for each of a sweep's choices.")
     submits = "--submit" in options

@@ -35,15 +35,11 @@ class Settings:
     once: bool = knob(False, "Print the view as one block of text, and end.")
 
 
-def main(argv: list[str]) -> None:
-    """Checks the command line and shows the run.
+HELP = USAGE + described(Settings, dashes=True)
 
-    Raises:
-        UserError: a mistake on the command line; there is no run.
-    """
-    if not argv or {"-h", "--help"} & {*argv}:
-        print(USAGE + described(Settings, dashes=True), end="")
-        return
+
+def main(argv: list[str]) -> None:
+    """Checks the command line and shows the run."""
     (given,), settings = parse_with_runs(Settings, argv, "grpo watch")
     run = Followed(RunFolder.open(given, starting=True))
     console = Console(highlight=False)

@@ -120,7 +120,8 @@ def compose_and_call(
     overrides += _without_rows(overrides, trees := _trees(folder, name))
     tree = trees[-1] if folder is not None and trees else {}
     names_itself, shown = bool(tree.get("recipe")), name
-    unnamed = _chosen(overrides) - {"benchmark", *_choices_of(trees)}
+    chosen = {word.lstrip("+").partition("=")[0] for word in overrides} & {*groups()}
+    unnamed = chosen - {"benchmark", *_choices_of(trees)}
     if only_this_file or (names_itself and is_stored(tree)):
         # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):
@@ -225,11 +226,6 @@ def _replace_rewards(cfg: DictConfig) -> None:
     cfg.reward = {name: chosen[name] for name in chosen or {} if name not in removed}
 
 
-def _chosen(overrides: Iterable[str]) -> set[str]:
-    """Returns the groups of which the command line names a choice."""
-    return {word.lstrip("+").partition("=")[0] for word in overrides} & {*groups()}
-
-
 def _trees(folder: Path | None, name: str, above: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Returns a recipe's file and those that its defaults name, the base first."""
     shipped = recipe_files()[0].parent
@@ -262,18 +258,15 @@ def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) 
         return []
     own: set[str] = set().union(*(tree.get("dataset") or {} for tree in trees))
     of_choice = _read(recipe_files()[0].parent / "dataset" / f"{choice}.yaml")
-    if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
-        del of_choice["prompt"]  # found by its name in other rows too
     defaults = dataclasses.asdict(schema.Dataset())
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
     gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
     words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone]
+    if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
+        gone = [key for key in gone if key != "prompt"]  # found by its name in other rows too
     if gone and os.environ.get("RANK", "0") == "0":
-        print(
-            f"note: dataset.train replaces the rows of dataset={choice}, so that "
-            f"{listed(f'dataset.{key}' for key in gone)} of them are left out.",
-            file=sys.stderr,
-        )
+        names = listed(f"dataset.{key}" for key in gone)
+        print(f"note: with dataset.train, dataset={choice} leaves out {names}", file=sys.stderr)
     others = ("dataset.eval", "dataset.test_split_size", "dataset.held_out", "benchmark")
     if "eval" in gone and not any(word.startswith(others) for word in overrides):
         words.append("eval.every=0")

@@ -1276,9 +1276,8 @@ class Recipe:
     @property
     def accuracies(self) -> list[str]:
         """The names of the rewards, first the one whose value 1 counts as correct."""
-        named = [self.eval.accuracy] if self.eval.accuracy in self.reward else []
-        others = own_first({name: reward.function for name, reward in self.reward.items()})
-        return [*named, *(name for name in others if name not in named)]
+        names = own_first({name: reward.function for name, reward in self.reward.items()})
+        return sorted(names, key=lambda name: name != self.eval.accuracy)
 
     @property
     def needs_reference(self) -> bool:

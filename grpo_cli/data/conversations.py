@@ -35,16 +35,12 @@ def is_conversation(value: object) -> bool:
 
 def parsed(cell: object) -> Conversation | None:
     """Returns the messages that a text holds as JSON; None if it holds none."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
-        return None
     try:
-        value = json.loads(cell)
+        found = json.loads(cell) if isinstance(cell, str) and cell.lstrip()[:1] == "[" else []
     except ValueError:
         return None
-    is_messages = isinstance(value, list) and all(
-        isinstance(m, dict) and m.keys() >= {"role", "content"} for m in value
-    )
-    return value if is_messages and value else None
+    named = [isinstance(m, dict) and m.keys() >= {"role", "content"} for m in found]
+    return found if named and all(named) else None
 
 
 def normalized(messages: Any, where: str, column: str | None = None) -> Conversation:

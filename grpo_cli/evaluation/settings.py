@@ -46,11 +46,7 @@ READ_OF_THEIR_BENCHMARK = (
 
 
 def check_read(overrides: Sequence[str]) -> None:
-    """Refuses keys on the command line that only training reads.
-
-    Raises:
-        UserError: the command line sets such a key.
-    """
+    """Refuses keys on the command line that only training reads."""
     as_in_training = "eval.sampling=training" in overrides
     for word in overrides:
         key = key_set_by(word)
@@ -65,11 +61,7 @@ def check_read(overrides: Sequence[str]) -> None:
 
 
 def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
-    """Refuses keys of the held-out rows if benchmarks are evaluated instead.
-
-    Raises:
-        UserError: the command line sets such a key.
-    """
+    """Refuses keys of the held-out rows if benchmarks are evaluated instead."""
     of_rows = [*(f"{section}." for section in OF_ROWS), "eval.accuracy"]
     for word in overrides:
         key = key_set_by(word)
@@ -83,11 +75,7 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
 
 
 def check_read_of_completions(overrides: Sequence[str]) -> None:
-    """Refuses keys that are not read when stored completions are scored.
-
-    Raises:
-        UserError: the command line sets such a key.
-    """
+    """Refuses keys that are not read when stored completions are scored."""
     for word in overrides:
         key = key_set_by(word)
         section, *rest = key.split(".")  # benchmark.NAME.KNOB

@@ -353,8 +353,6 @@ def text_notices(
             f"{twice:,} of {len(prompts):,} prompts begin with two tokens of the beginning of a "
             "sequence: the data holds one, and the tokenizer adds one."
         )
-    if recipe.model.path and tokenizer.chat_template and not recipe.dataset.chat:
-        yield "the tokenizer has a chat template that dataset.chat = false does not use."
 
     def read(ids: Sequence[int]) -> str:  # without whitespace, which templates strip
         return "".join(str(tokenizer.decode(ids)).split())

@@ -473,47 +473,31 @@ def resolved(recipe: Recipe) -> Recipe:
     """Returns the recipe with model.path=RUN, model.dtype=auto and dataset.chat=auto resolved.
 
     Raises:
-        UserError: as `with_stored_dtype`; or dataset.system without a chat template.
+        UserError: the model is missing, its config names no type that can be trained, or there is
+            no chat template for dataset.system.
     """
-    if recipe.model.path is not None:
-        found = lookup.find_checkpoint(recipe.model.path)
+    model, dataset, path = recipe.model, recipe.dataset, recipe.model.path
+    if path is not None:
+        found = lookup.find_checkpoint(path)
         if found is not None and paths.is_model(found):
-            model = dataclasses.replace(recipe.model, path=str(found))
-            recipe = dataclasses.replace(recipe, model=model)
-    recipe = with_stored_dtype(recipe)
-    dataset, model = recipe.dataset, recipe.model
-    if dataset.chat != "auto":
-        return recipe
-    chat = recipe.has_episodes or model.chat_template is not None
-    if not chat and model.path is not None:
-        from grpo_cli.models import loading  # late: it imports torch
+            model = dataclasses.replace(model, path=(path := str(found)))
+        if "auto" in (model.dtype, dataset.chat):
+            from grpo_cli.models import loading  # late: it imports torch
 
-        lookup.check_model_folder("model.path", model.path)
-        chat = loading.has_chat_template(model, model.path)
-    if not chat and dataset.system is not None:
-        raise UserError(
-            "dataset.system: the model has no chat template to put it into; write it into "
-            "dataset.prompt, or set model.chat_template."
-        )
-    return dataclasses.replace(recipe, dataset=dataclasses.replace(dataset, chat=chat))
-
-
-def with_stored_dtype(recipe: Recipe) -> Recipe:
-    """Returns the recipe with model.dtype=auto replaced by the model's stored data type.
-
-    Raises:
-        UserError: the model is missing, or its config names no type that can be trained.
-    """
-    model = recipe.model
-    if model.dtype != "auto":
-        return recipe
-    dtype = "float32"
-    if model.path is not None:
-        from grpo_cli.models import loading  # late: it imports torch
-
-        lookup.check_model_folder("model.path", model.path)
-        dtype = loading.stored_dtype(model, model.path)
-    return dataclasses.replace(recipe, model=dataclasses.replace(model, dtype=dtype))
+            lookup.check_model_folder("model.path", path)
+    if model.dtype == "auto":
+        dtype = "float32" if path is None else loading.stored_dtype(model, path)
+        model = dataclasses.replace(model, dtype=dtype)
+    if dataset.chat == "auto":
+        chat = recipe.has_episodes or model.chat_template is not None
+        chat = chat or (path is not None and loading.has_chat_template(model, path))
+        if not chat and dataset.system is not None:
+            raise UserError(
+                "dataset.system: the model has no chat template to put it into; write it into "
+                "dataset.prompt, or set model.chat_template."
+            )
+        dataset = dataclasses.replace(dataset, chat=chat)
+    return dataclasses.replace(recipe, model=model, dataset=dataset)
 
 
 def check_dtype(recipe: Recipe) -> None:

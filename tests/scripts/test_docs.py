@@ -251,7 +251,7 @@ def test_debugger_session_of_the_tutorial(tmp_path: Path) -> None:
     assert python == "python"
     words = [w if not w.startswith("output_dir=") else f"output_dir={tmp_path}" for w in words]
     commands = re.findall(r"^\(Pdb\) (.*)$", session, re.MULTILINE)
-    assert len(commands) > 10
+    assert len(commands) > 8
     done = subprocess.run(
         programs.alone(*words),
         input="\n".join([*commands, "q\n"]),

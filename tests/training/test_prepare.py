@@ -31,7 +31,7 @@ from grpo_cli.training.prepare import (
     check_dtype,
     check_model_path,
     find_resume,
-    with_stored_dtype,
+    resolved,
 )
 from tests.training.test_train import recipe as small_recipe
 
@@ -81,12 +81,12 @@ def test_eps_rounded_to_zero_is_refused(dtype: str, eps: float, refused: bool) -
 def test_stored_dtype_of_a_model(tmp_path: Path, config: dict[str, str], expected: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **config}))
     (tmp_path / "model.safetensors").touch()
-    recipe = Recipe(model=Model(path=str(tmp_path), dtype="auto"))
+    recipe = Recipe(model=Model(path=str(tmp_path), dtype="auto"), dataset=Dataset(chat=False))
     if " " not in expected:
-        assert with_stored_dtype(recipe).model.dtype == expected
+        assert resolved(recipe).model.dtype == expected
         return
     with pytest.raises(UserError, match=expected):
-        with_stored_dtype(recipe)
+        resolved(recipe)
 
 
 def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:

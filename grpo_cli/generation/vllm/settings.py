@@ -134,10 +134,9 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
 def is_unused_here(url: str) -> bool:
     """Returns whether an address is this machine's and nothing listens there."""
     place = urlsplit(url)
-    if place.hostname not in ("127.0.0.1", "localhost"):
-        return False
     with socket.socket() as tried:
-        return tried.connect_ex((place.hostname, place.port or 80)) != 0
+        is_here = place.hostname in ("127.0.0.1", "localhost")
+        return is_here and tried.connect_ex((place.hostname, place.port or 80)) != 0
 
 
 def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:
