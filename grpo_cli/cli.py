@@ -275,10 +275,9 @@ def print_runs(runs: Sequence[tuple[list[str], Path]]) -> None:
     table = Table("run", "words", "before", "after")
     for words, folder in runs:
         found = json.loads((folder / "summary.json").read_text("utf-8"))
-        ends = [(found[end] or {}).get("accuracy") for end in ("before", "after")]
-        shown = ["" if value is None else f"{value:.3f}" for value in ends]
+        ends = (str((found[end] or {}).get("accuracy", "-")) for end in ("before", "after"))
         own = " ".join(word for word in words if word not in shared)
-        table.add_row(paths.shown(folder.absolute()), own, *shown)
+        table.add_row(paths.shown(folder.absolute()), own, *ends)
     Console().print(table)
 
 

@@ -104,7 +104,14 @@ def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Reci
     """
     from grpo_cli.algorithm import arguments  # late: it imports torch
 
-    return parsing.parse(cfg, given, checks=(arguments.problems,))
+    recipe = parsing.parse(cfg, given, checks=(arguments.problems,))
+    path = recipe.model.path
+    if path is not None and sources.is_adapter(Path(path).expanduser()):
+        raise UserError(
+            f"model.path = {path}: is an adapter; continue training it with adapter=lora "
+            f"adapter.path={path} and model.path of its base model."
+        )
+    return recipe
 
 
 def for_training(recipe: Recipe) -> Prepared:
@@ -608,13 +615,7 @@ def check_model_path(recipe: Recipe) -> None:
 
 def check_adapter(recipe: Recipe) -> None:
     """Raises a UserError if the recipe's adapter cannot be trained on its model."""
-    path, adapter = recipe.model.path, recipe.adapter
-    if path is not None and sources.is_adapter(Path(path).expanduser()):
-        raise UserError(
-            f"model.path = {path}: is an adapter; continue training it with adapter=lora "
-            f"adapter.path={path} and model.path of its base model."
-        )
-    quantization = recipe.model.quantization
+    adapter, quantization = recipe.adapter, recipe.model.quantization
     if adapter.method == "none":
         if quantization != "none":
             raise UserError(

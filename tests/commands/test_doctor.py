@@ -87,7 +87,6 @@ def recipe(**changes: Any) -> Recipe:
 @table(
     ("changes", "name", "status", "said"),
     [
-        ({"mixed_precision": "bf16"}, "device", NOTE, "no GPU"),
         ({"model": Model(path="no/such")}, "model.path", NOTE, "no/such is not cached"),
         ({"model": Model(path="./no")}, "model.path", BROKEN, "there is no such folder"),
         ({"dataset": Dataset(train="no/rows")}, "dataset.train", NOTE, "no/rows is not cached"),

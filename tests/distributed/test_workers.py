@@ -50,7 +50,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    grpo = ["-m", "grpo_cli", "train", f"output_dir={folder / str(processes)}"]
+    grpo = ["-m", "grpo_cli", "train", "recipe=arithmetic_tiny"]
+    grpo += [f"output_dir={folder / str(processes)}"]
     grpo += [f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides]
     done = programs.run(programs.started(processes, *grpo), **(environment or {}))
     for stacks in sorted((folder / str(processes)).glob("logs/*.stacks.txt")):

@@ -18,7 +18,7 @@ TINY = (
     "generation.num_generations=2",
     "generation.max_completion_tokens=4",
     "log.report=false",
-    "checkpoint.every=0",
+    "checkpoint.every=100",
     "optimizer.learning_rate=0",  # so that nothing ever gets better
 )
 SUMS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "kind": "ab"[i % 2]} for i in range(6)]

@@ -107,4 +107,4 @@ def test_the_stored_type_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = [f"recipe={live.folder / 'recipe.yaml'}", "model.dtype=auto", "resume=auto"]
     words.append(f"output_dir={live.folder}")
     assert cli.run_command(["train", *words]) == 0
-    assert "the run is finished after 1 steps" in capsys.readouterr().out
+    assert "the run is finished after 1 step," in capsys.readouterr().out

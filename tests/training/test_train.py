@@ -62,6 +62,7 @@ def recipe(folder: Path, **changes: Any) -> schema.Recipe:
             "train": str(data),
             "eval": str(data),
             "prompt": "{question}",
+            "chat": False,
             "solution": "{answer}",
             "max_prompt_tokens": 16,
         },

@@ -168,7 +168,7 @@ def test_two_runs(browser: Browser, folder: Path) -> None:
     page = browser.open(written(*runs))
     page.click("#tab-compare")
     text = page.text("#panel-compare")
-    for said in ("Side by side", "run-a", "run-b", "not evaluated", "80.0 %"):
+    for said in ("Side by side", "run-a", "run-b", "not evaluated", "80.0\u00a0%"):
         assert said in text
     for tab in TABS:
         page.click(f"#tab-{tab}")
