@@ -49,15 +49,16 @@ def files_of(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, 
             tokenizer.save_pretrained(folder)
         paths = {p: p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*"))}
         files = {name: p.read_bytes() for p, name in paths.items() if p.is_file()}
-    if (dtype := stored_dtype(model)) is not None:
-        config = json.loads(files["config.json"]) | {"dtype": str(dtype).removeprefix("torch.")}
-        files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    dtype = getattr(model, "stored_dtype", None)
+    if dtype is not None and "config.json" in files:
+        files["config.json"] = with_dtype(files["config.json"], dtype)
     return files
 
 
-def stored_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """Returns the dtype of the files that a model was loaded from; None for one built here."""
-    return getattr(model, "stored_dtype", None)
+def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """Returns a model's config.json with another dtype of the weights."""
+    fields = json.loads(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 def files_of_adapter(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
@@ -73,7 +74,8 @@ def as_published(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) in the published format, for example one tensor per expert.
 
-    Weights are converted to the dtype of the files that the model was loaded from.
+    Weights are converted to `model.stored_dtype`, which is that of the files that the model was
+    loaded from; a model that was built has none.
 
     Args:
         model: may be on the meta device.
@@ -99,7 +101,7 @@ def in_stored_dtype(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor
     """Returns a weight in the dtype of the files that the model was loaded from."""
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     exact = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *strict}
-    dtype = stored_dtype(model)
+    dtype = getattr(model, "stored_dtype", None)
     if dtype is None or not tensor.is_floating_point() or exact & {*name.split(".")}:
         return tensor
     return tensor.to(dtype)

@@ -6,7 +6,6 @@ or of one layer of a mixture of experts, whose stored form differs from the publ
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -157,7 +156,7 @@ def export(
             if merge:
                 tensors, files = merged(path, quantized, Path(made))
             elif loads:
-                tensors, files = sharded(path)
+                tensors, files = sharded(path, dtype)
             else:
                 tensors, files = stored(path), path
             out.mkdir(parents=True, exist_ok=True)
@@ -193,14 +192,8 @@ def copy_others(files: Path, out: Path, dtype: torch.dtype | None) -> None:
     for name in sorted(names, key=lambda name: name.name in ("config.json", adapters.CONFIG)):
         data = (files / name).read_bytes()
         if dtype is not None and str(name) == "config.json":
-            data = with_dtype(data, dtype)
+            data = model_folder.with_dtype(data, dtype)
         manifest.write_file(out / name, data)
-
-
-def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Returns a model's config.json with another dtype of the weights."""
-    fields = json.loads(config) | {"dtype": str(dtype).removeprefix("torch.")}
-    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 def stored(path: Path) -> Tensors:
@@ -211,8 +204,12 @@ def stored(path: Path) -> Tensors:
                 yield name, opened.get_tensor(name)
 
 
-def sharded(path: Path) -> tuple[Tensors, Path]:
-    """Returns the tensors of a sharded checkpoint, as published, and the folder of other files."""
+def sharded(path: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
+    """Returns the tensors of a sharded checkpoint, as published, and the folder of other files.
+
+    Args:
+        dtype: that of the tensors; None: as the model was loaded from.
+    """
     try:
         shards = Shards(path)
     except Exception as error:  # a torn or forged index can raise anything
@@ -228,6 +225,7 @@ def sharded(path: Path) -> tuple[Tensors, Path]:
         config = transformers.AutoConfig.from_pretrained(files, **code)
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, **code)
+        skeleton.stored_dtype = dtype or config.dtype
     except (ValueError, ImportError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"{files}/config.json: cannot be loaded: {first}") from error
@@ -270,7 +268,7 @@ def merged(path: Path, quantized: str | None, made: Path) -> tuple[Tensors, Path
     model, tokenizer = loading.load(config, path)
     tensors = {name: weight.to(dtype) for name, weight in adapters.merged(model, dtype)}
     files = model_folder.files_of(model, tokenizer)
-    files["config.json"] = with_dtype(files["config.json"], dtype)
+    files["config.json"] = model_folder.with_dtype(files["config.json"], dtype)
     for name, data in files.items():
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_bytes(data)
