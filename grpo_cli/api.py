@@ -1,16 +1,4 @@
-"""Trains and evaluates from Python: `grpo_cli.train` and `grpo_cli.evaluate`.
-
-import grpo_cli
-
-def short(completions):
-    return [float(len(completion[0]["content"]) < 80) for completion in completions]
-
-summary = grpo_cli.train(
-    "chat", rewards={"short": short}, steps=20,
-    **{"model.path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dataset.train": "rows.jsonl"},
-)
-found = grpo_cli.evaluate("outputs/chat", **{"dataset.eval": "test.jsonl"})
-"""
+"""Trains and evaluates from Python (docs/tutorial.md has an example)."""
 
 from __future__ import annotations
 
@@ -20,6 +8,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
+
+from grpo_cli.config.compose import quoted
 
 REWARDS = "grpo_rewards"  # module that holds the reward functions of this process
 
@@ -92,5 +82,10 @@ def _words(changes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from _words(value, f"{prefix}{key}.")
         else:
-            text = str(value) if isinstance(value, str | Path) else json.dumps(value)
-            yield f"{prefix}{key}={text}"
+            yield f"{prefix}{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_text, value))}]"
+    return quoted(str(value)) if isinstance(value, str | Path) else json.dumps(value)

@@ -88,9 +88,8 @@ On a cluster
   grpo serve model=NAME                start a vLLM server to sample from
 
 Examples
-  grpo train recipe=arithmetic_tiny    a minute on a laptop, offline
+  grpo train recipe=arithmetic_tiny
   grpo train my.yaml steps=50 adapter=lora
-  grpo eval outputs/my
 
 `grpo COMMAND --help` fits a screen, `grpo help COMMAND` lists every word. All
 pages are in docs/. Shell completion: eval "$(grpo -sc install=bash)"
@@ -163,7 +162,6 @@ def _print_traceback(*error: Any) -> None:
 
 def run_command(argv: list[str]) -> int:
     """Runs one `grpo` command line and returns its exit code."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises instead of printing and exiting
     # peft imports bitsandbytes, which warns on some CPUs that it found no 4-bit kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
@@ -283,7 +281,7 @@ def print_runs(runs: Sequence[tuple[list[str], Path]]) -> None:
 
 def asks_for_help(command: str, *words: str) -> bool:
     """Returns whether a command line asks for help, or lacks the words that it needs."""
-    if {"-h", "--help"} & {*words}:
+    if {"-h", "--help"} & {*words} and "compare" not in words:
         return not {"--cfg", "--info"} & {*words}
     return not words and command in ("show", "watch", "report", "replay", "export")
 

@@ -583,7 +583,8 @@ def prune(
         remove(path)
     for path in outdated(folder, keep_last, None, newest, in_use):  # the best one
         if is_model(path) and has_training_state(path):
-            keep_model_only(path)
+            with contextlib.suppress(OSError, manifest.Damaged):
+                keep_model_only(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
             remove(path)

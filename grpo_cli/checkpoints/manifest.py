@@ -138,7 +138,8 @@ def write(folder: Path, files: Mapping[str, Entry]) -> None:
         name: asdict(files[name]) for name in sorted(files) if Path(name).name not in EDITABLE
     }
     content = {"version": VERSION, "files": listed}
-    write_file(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+    write_file(folder / f"{MANIFEST}.new", (json.dumps(content, indent=1) + "\n").encode())
+    (folder / f"{MANIFEST}.new").replace(folder / MANIFEST)
 
 
 def read(folder: Path) -> dict[str, Entry]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.lookup import find_model
-from grpo_cli.config import parsing
+from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Eval, Recipe
@@ -174,7 +174,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
     def task(cfg: DictConfig) -> None:
         # The stored recipe's model is where training began; the checkpoint is evaluated.
         cfg.model.path = path
-        if not any(word.startswith("model.tokenizer=") for word in overrides):
+        if not ("model.tokenizer" in given_keys(cfg) or sources.is_adapter(Path(path))):
             cfg.model.tokenizer = None  # a checkpoint has the run's
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
@@ -184,7 +184,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
             provenance.check(path, asked, TRUST)
         from grpo_cli.training import prepare
 
-        recipe = prepare.resolved(parsing.parse(cfg, given_keys(cfg)))
+        recipe = prepare.resolved(parsing.parse(cfg, given_keys(cfg)), trains=False)
         check_rows(overrides, recipe)
         if not any(w.startswith("output_dir=") for w in overrides):
             folder = paths.evaluation_folder(path) / folder_name(recipe)

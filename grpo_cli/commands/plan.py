@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 from grpo_cli.config.compose import compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import check_recipe_words, described, parse, split
+from grpo_cli.errors import UserError
 
 USAGE = """\
 grpo plan [FILE | recipe=NAME] [gpu=h100-80gb gpus=8] [--json] [key=value ...]
@@ -57,7 +59,9 @@ def main(argv: list[str]) -> None:
         from grpo_cli.training import prepare
         from grpo_cli.training.plan import plan_of
 
-        recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
+        recipe = prepare.parse(cfg, given_keys(cfg))
+        with contextlib.suppress(UserError):  # the model's config is enough, without a tokenizer
+            recipe = prepare.resolved(recipe)
         plan, notes = plan_of(recipe, **asdict(settings))
         changes = {} if plan.fits else planning.changes(plan)
         measured = (RunFolder(Path(recipe.output_dir)).plan() or {}).get("measured")

@@ -107,6 +107,7 @@ def compose_and_call(
     Raises:
         UserError: no such recipe. Errors of `task`, Hydra and OmegaConf also propagate.
     """
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises instead of printing and exiting
     register_schema()
     folder, name, rest = split_recipe(as_words(argv), default)
     options, overrides = split_options(rest)
@@ -114,7 +115,11 @@ def compose_and_call(
     overrides = [
         word if sweeps and re.search(r"=.*[,(]", word) else as_text(word) for word in overrides
     ]
-    problems = [*_problems_of_options(options), *_problems_of_words(overrides, sweeps)]
+    short = {o for o in options if re.match("-[^-]", o) and o.split("=")[0] not in SHORT_OPTIONS}
+    problems = [f"{o}: there is no such option; write -{o}, or key=value." for o in short]
+    left = {"--json", "--submit"} & {*options}  # the commands that have them have taken them
+    problems += [f"{o}: this command has no such option." for o in left]
+    problems += _problems_of_words(overrides, sweeps)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     overrides += _without_rows(overrides, trees := _trees(folder, name))
@@ -261,25 +266,20 @@ def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) 
     defaults = dataclasses.asdict(schema.Dataset())
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
     gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
-    words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone]
+    words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone if key != "columns"]
+    words += (
+        [f"~dataset.columns.{name}" for name in of_choice["columns"]] if "columns" in gone else []
+    )
     if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
         gone = [key for key in gone if key != "prompt"]  # found by its name in other rows too
     if gone and os.environ.get("RANK", "0") == "0":
         names = listed(f"dataset.{key}" for key in gone)
         print(f"note: with dataset.train, dataset={choice} leaves out {names}", file=sys.stderr)
-    others = ("dataset.eval", "dataset.test_split_size", "dataset.held_out", "benchmark")
-    if "eval" in gone and not any(word.startswith(others) for word in overrides):
+    others = re.compile(r"eval\.every$|dataset\.(eval$|test_split_size|held_out)|benchmark")
+    own_rows = {"held_out", "test_split_size"} & own or any("benchmark" in tree for tree in trees)
+    if "eval" in gone and not own_rows and not any(map(others.match, given)):
         words.append("eval.every=0")
     return words
-
-
-def _problems_of_options(options: Iterable[str]) -> Iterator[str]:
-    """Yields a message for each word with dashes that is no option."""
-    for option in options:
-        if option in ("--json", "--submit"):  # their verbs have taken them
-            yield f"{option}: this command has no such option."
-        if re.match("-[^-]", option) and option.partition("=")[0] not in SHORT_OPTIONS:
-            yield f"{option}: there is no such option; write -{option}, or key=value."
 
 
 def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
@@ -447,7 +447,8 @@ def as_words(argv: Iterable[str]) -> list[str]:
 
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
-    switches = {key for key, f in schema.knobs() if f.type == "bool"} | {"trust", "eager", "check"}
+    switches = {key for key, f in schema.knobs() if f.type == "bool"}
+    switches |= {"trust", "eager", "check", "dataset.chat"}
     file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
     return [
         f"recipe={word.removeprefix('config=')}" if file.match(word) else word
@@ -469,8 +470,13 @@ def as_text(override: str) -> str:
     is_text = kind == "str" if name in fields or entry else kind == "dict[str, str]"
     if not (equals and is_text) or value == "null" or re.fullmatch(r"'.*'|\".*\"", value, re.S):
         return override
-    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
-    return f"{key}='{escaped}'"
+    return f"{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """Returns a text in quotes, as Hydra's grammar has them."""
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:

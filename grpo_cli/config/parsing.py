@@ -102,6 +102,8 @@ def parse(
             problems += check(recipe, given)
     if not problems and recipe.epochs is None:
         problems += _step_violations(recipe)
+    if recipe.dataset.chat != "auto":
+        recipe.dataset.chat = bool(recipe.dataset.chat)
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
     if not recipe.has_episodes:
         problems += unread_of_episodes(recipe, given, "with tools or an environment")
@@ -354,12 +356,12 @@ def omegaconf_message(error: BaseException, within: str = "") -> str | None:
 
 def _wrong_type(key: str, reason: str) -> str:
     """Returns the message for a value of the wrong type, given OmegaConf's reason."""
-    if "DictConfig" in reason and dict(knobs())[key].type == "str | None":
-        return f'{key}: must be text, in quotes: "{{...}}".'
     if "is not a ListConfig" in reason:
         return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
     entry = entry_field(key)
     field = entry[0] if entry else dict(knobs()).get(key)
+    if field and "DictConfig" in reason and str(field.type).startswith("str"):
+        return f'{key}: must be text, in quotes: "{{...}}".'
     kind, _, optional = str(field.type).partition(" | ") if field else ("", "", "")
     below = next((name for name, _ in knobs() if name.startswith(f"{key}.")), None)
     if field is None or kind.startswith("list") or (entry and entry[1]):

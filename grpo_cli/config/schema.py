@@ -342,6 +342,11 @@ class Reward:
     )
 
 
+def function_of(stored: object) -> str:
+    """Returns the function of a reward that a recipe or an evaluation has stored, or ""."""
+    return str(stored.get("function", "")) if isinstance(stored, dict) else ""
+
+
 def own_first(functions: Mapping[str, str]) -> list[str]:
     """Returns the names of rewards, given with their functions, those of the user's own first.
 

@@ -37,7 +37,7 @@ def parsed(cell: object) -> Conversation | None:
     """Returns the messages that a text holds as JSON; None if it holds none."""
     try:
         found = json.loads(cell) if isinstance(cell, str) and cell.lstrip()[:1] == "[" else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     named = [isinstance(m, dict) and m.keys() >= {"role", "content"} for m in found]
     return found if named and all(named) else None

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Benchmark, own_first
+from grpo_cli.config.schema import Benchmark, function_of, own_first
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.paired import paired
@@ -227,7 +227,7 @@ def _judge(stored: Stored, name: str) -> tuple[str, Any] | None:
         return settings.get("reward", default.reward), settings.get("args", default.args)
     rewards = stored.section("reward")  # the recipe's rewards, which judge its held-out rows
     named = stored.section("eval").get("accuracy")
-    names = [named] if named else own_first({n: r["function"] for n, r in rewards.items()})
+    names = [named] if named else own_first({n: function_of(r) for n, r in rewards.items()})
     found = rewards.get(next(iter(names), ""))
     return (found["function"], found["args"]) if isinstance(found, dict) else None
 

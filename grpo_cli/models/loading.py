@@ -97,7 +97,9 @@ def load(
                 code = {"trust_remote_code": config.trust_remote_code}
                 model = auto_model.from_config(model_config, **options, **code)
             model.generation_config = generation_config(config, path, model_config)
-    model.stored_dtype = stored  # checkpoints' model folders have it again
+    # Checkpoints' model folders have it again, if training computes in it: otherwise they would
+    # lose changes that are smaller than its precision.
+    model.stored_dtype = stored if stored == half_type else None
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     prepare_for_training(model, config)
@@ -160,6 +162,7 @@ def has_chat_template(config: Model, path: str | Path) -> bool:
         UserError: the tokenizer is missing.
     """
     _, tokenizer = load_config(config, path)
+    load_vision(config, path, tokenizer)  # a processor may have the template
     return bool(tokenizer.chat_template)
 
 

@@ -104,14 +104,7 @@ def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Reci
     """
     from grpo_cli.algorithm import arguments  # late: it imports torch
 
-    recipe = parsing.parse(cfg, given, checks=(arguments.problems,))
-    path = recipe.model.path
-    if path is not None and sources.is_adapter(Path(path).expanduser()):
-        raise UserError(
-            f"model.path = {path}: is an adapter; continue training it with adapter=lora "
-            f"adapter.path={path} and model.path of its base model."
-        )
-    return recipe
+    return parsing.parse(cfg, given, checks=(arguments.problems,))
 
 
 def for_training(recipe: Recipe) -> Prepared:
@@ -211,7 +204,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
             "dataset.eval: the recipe has no held-out rows; give a file or a hub name, or "
             "benchmark=NAME."
         )
-    recipe = resolved(recipe)
+    recipe = resolved(recipe, trains=False)
     check_model_path(recipe)
     folder = Path(recipe.output_dir).expanduser().absolute()
     executor = RewardExecutor(recipe.scoring)
@@ -476,18 +469,23 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
     return []
 
 
-def resolved(recipe: Recipe) -> Recipe:
+def resolved(recipe: Recipe, *, trains: bool = True) -> Recipe:
     """Returns the recipe with model.path=RUN, model.dtype=auto and dataset.chat=auto resolved.
 
     Raises:
-        UserError: the model is missing, its config names no type that can be trained, or there is
-            no chat template for dataset.system.
+        UserError: the model is missing, is an adapter that is to be trained, its config names no
+            type that can be trained, or there is no chat template for dataset.system.
     """
     model, dataset, path = recipe.model, recipe.dataset, recipe.model.path
     if path is not None:
         found = lookup.find_checkpoint(path)
         if found is not None and paths.is_model(found):
             model = dataclasses.replace(model, path=(path := str(found)))
+        if trains and sources.is_adapter(Path(path).expanduser()):
+            raise UserError(
+                f"model.path = {path}: is an adapter; continue training it with adapter=lora "
+                f"adapter.path={path} and model.path of its base model."
+            )
         if "auto" in (model.dtype, dataset.chat):
             from grpo_cli.models import loading  # late: it imports torch
 
@@ -496,14 +494,16 @@ def resolved(recipe: Recipe) -> Recipe:
         dtype = "float32" if path is None else loading.stored_dtype(model, path)
         model = dataclasses.replace(model, dtype=dtype)
     if dataset.chat == "auto":
-        chat = recipe.has_episodes or model.chat_template is not None
+        chat = recipe.has_environment or model.chat_template is not None
         chat = chat or (path is not None and loading.has_chat_template(model, path))
-        if not chat and dataset.system is not None:
+        if not chat and dataset.system is not None and not recipe.benchmark:
             raise UserError(
                 "dataset.system: the model has no chat template to put it into; write it into "
                 "dataset.prompt, or set model.chat_template."
             )
         dataset = dataclasses.replace(dataset, chat=chat)
+    if model.build is None:  # only its warm-up reads solutions
+        dataset = dataclasses.replace(dataset, solution=None)
     return dataclasses.replace(recipe, model=model, dataset=dataset)
 
 
@@ -558,10 +558,9 @@ def finished(recipe: Recipe) -> str | None:
             f"{', '.join(changes[:3])}{others}); choose another output_dir, or discard the run "
             "with overwrite=true."
         )
-    return (
-        f"{folder}: the run is finished after {counted(done, 'step')}, and nothing is left to do; "
-        f"a larger {knob}=N continues it"
-    )
+    more = f"; a larger {knob}=N continues it" if paths.resumable(folder) else ""
+    said = f"the run is finished after {counted(done, 'step')}, and nothing is left to do"
+    return f"{folder}: {said}{more}"
 
 
 def check_writable(folder: Path) -> None:

@@ -194,12 +194,12 @@ AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tok
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model.path": None}, "model.path: set it to a hub name or a folder"),
+        ({"model.path": None}, "missing: model.path. A run needs"),
         ({**BUILT, "model.path": "some/model"}, "model.path = some/model: .*recipe=chat"),
         ({**BUILT, "model.build.hidden_size": 20}, "hidden_size = 20: must be a multiple of 8"),
         ({**BUILT, "model.build.warmup_steps": 1}, "the warm-up needs dataset.solution"),
         ({**BUILT, "dataset.max_prompt_tokens": 2041}, "= 2049: must be <= 2048, the longest"),
-        ({"reward.math": None}, r"reward: at least one is needed, such as reward=\[math\]"),
+        ({"reward.math": None}, "missing: reward. A run needs"),
         ({"reward.math.weight": 0}, "reward: every weight is 0"),
         ({"eval.accuracy": "exact_match"}, "eval.accuracy = 'exact_match': must be one of .* math"),
         ({"eval.every": 5}, "eval.every = 5: needs held-out rows; set dataset.eval"),

@@ -110,13 +110,17 @@ def test_a_model_folder_has_the_dtype_of_the_files_that_were_loaded(
 ) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     tokenizer.save_pretrained(tmp_path / "half")
-    loaded, _ = loading.load(Model(path=str(tmp_path / "half")), tmp_path / "half")
+    half = {"half_type": torch.bfloat16}
+    loaded, _ = loading.load(Model(path=str(tmp_path / "half")), tmp_path / "half", **half)
     assert loaded.dtype == torch.float32
     assert json.loads(model_folder.files_of(loaded, None)["config.json"])["dtype"] == "bfloat16"
     weights = dict(loaded.state_dict())
     written = dict(model_folder.as_published(loaded, weights, weights))
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in written.items())
+    # In float32 arithmetic it would lose small changes.
+    exact, _ = loading.load(Model(path=str(tmp_path / "half")), tmp_path / "half")
+    assert json.loads(model_folder.files_of(exact, None)["config.json"])["dtype"] == "float32"
 
 
 def test_changed_config_field_is_stored(folder: Path, tmp_path: Path) -> None:

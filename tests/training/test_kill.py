@@ -26,6 +26,7 @@ import torch
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.checkpoints.shards import Shards
 from tests import programs
+from tests.composed import with_recipe
 from tests.kill_harness import HANGS, entries
 from tests.programs import ROOT
 from tests.training.rollouts.test_stored_groups import same
@@ -147,7 +148,7 @@ class Jobs:
             "log": str(log_of(run)),
             "processes": processes,
             "moments": list(moments),
-            "args": [*args, "resume=auto", *settings],
+            "args": [*with_recipe(["train", *args, *settings])[1:], "resume=auto"],
         }
 
     def start(

@@ -21,6 +21,7 @@ RUN = [
 REWARDED_STEPS = [
     "reward.exact_match.weight=0",  # measured, and no part of the reward
     "reward.digits.function=tests.training.test_learning:digits",
+    "eval.accuracy=exact_match",
     "steps=80",
     "seed=1",
 ]

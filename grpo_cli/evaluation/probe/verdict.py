@@ -166,7 +166,10 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             message = "every reward of every completion is None: no function applies to the data."
             yield Finding("stops", "no_reward", message)
         return
-    of, (key, limit) = recipe.generation, limit_of(recipe, m)
+    of, key = recipe.generation, "generation.max_completion_tokens"
+    limit = of.max_completion_tokens
+    if m.stop_reasons.get("turn_tokens", 0) > m.stop_reasons.get("max_tokens", 0):
+        key, limit = "episode.turn_tokens", recipe.episode.turn_tokens or limit
     size, own = m.own_size, m.signal[m.own_size]
     every = f"{m.completions} completions of {m.prompts} prompts"
     is_over_step = recipe.advantage.rule == "reinforce_pp" and (
@@ -216,14 +219,6 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
         if not of.dynamic_sampling:
             settings.append("generation.dynamic_sampling=true")
         yield Finding("slows", "low_signal", message, tuple(settings))
-
-
-def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:
-    """Returns the key and the value of the limit that truncates completions."""
-    reasons, of_turns = m.stop_reasons, recipe.episode.turn_tokens
-    if of_turns is not None and reasons.get("turn_tokens", 0) > reasons.get("max_tokens", 0):
-        return "episode.turn_tokens", of_turns
-    return "generation.max_completion_tokens", recipe.generation.max_completion_tokens
 
 
 def lines(title: str, m: Measured, verdict: Verdict) -> Iterator[str]:

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from grpo_cli.config.schema import CHANGING, Recipe, Vllm
 
@@ -133,10 +132,9 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
 
 def is_unused_here(url: str) -> bool:
     """Returns whether an address is this machine's and nothing listens there."""
-    place = urlsplit(url)
+    found = re.fullmatch(r"https?://(127\.0\.0\.1|localhost):(\d{1,4}|[1-5]\d{4})/?", url)
     with socket.socket() as tried:
-        is_here = place.hostname in ("127.0.0.1", "localhost")
-        return is_here and tried.connect_ex((place.hostname, place.port or 80)) != 0
+        return found is not None and tried.connect_ex((found[1], int(found[2]))) != 0
 
 
 def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:

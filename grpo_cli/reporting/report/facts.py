@@ -14,7 +14,7 @@ from grpo_cli.config.compose import shipped
 from grpo_cli.config.interpolation import publishable, publishable_command
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.saved_recipe import changes
-from grpo_cli.config.schema import own_first
+from grpo_cli.config.schema import function_of, own_first
 from grpo_cli.reporting.run_folder import RunFolder, read_json
 
 
@@ -94,7 +94,7 @@ def rewards(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 def right(recipe: Mapping[str, Any]) -> str | None:
     """Returns the reward function whose value 1 counts as right."""
     named: str | None = (recipe.get("eval") or {}).get("accuracy")
-    functions = {name: str(reward["function"]) for name, reward in rewards(recipe).items()}
+    functions = {name: function_of(reward) for name, reward in rewards(recipe).items()}
     return named or next(iter(own_first(functions)), None)
 
 

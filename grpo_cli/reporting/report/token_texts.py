@@ -47,7 +47,8 @@ def candidates(run: RunFolder) -> list[Path]:
     """Returns the paths where the tokenizer may be, the newest first."""
     folders = [
         folder
-        for checkpoint in paths.resumable(run.path)
+        for step in reversed(paths.steps_saved(run.path))
+        for checkpoint in [paths.checkpoint_path(run.path, step)]
         for folder in (checkpoint, checkpoint / paths.TRAINING / "model")
     ]
     model = (run.recipe.get("model") or {}).get("path")
