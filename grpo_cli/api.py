@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,23 +66,16 @@ def _run(
     for name, function in rewards.items():
         setattr(module, name, function)
         words.append(f"reward.{name}.function={REWARDS}:{name}")
+    words += [f"{key}={_text(value)}" for key, value in changes.items()]
     before = sys.argv
     try:
-        return cli.COMMANDS[command]([*words, *_words(changes)])  # type: ignore[return-value]
+        return cli.COMMANDS[command](words)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(error_message(error)) from error
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
     finally:
         sys.argv = before  # Hydra's words
-
-
-def _words(changes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in changes.items():
-        if isinstance(value, Mapping):
-            yield from _words(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}={_text(value)}"
 
 
 def _text(value: Any) -> str:

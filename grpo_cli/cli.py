@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -229,12 +228,12 @@ def train(argv: list[str]) -> list[Path]:
     Returns:
         The folder of each run; several with -m.
     """
-    runs: list[tuple[list[str], Path]] = []
+    runs: list[Path] = []
 
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
-        runs.append((list(HydraConfig.get().overrides.task), Path(cfg.output_dir).expanduser()))
+        runs.append(Path(cfg.output_dir).expanduser().absolute())
         recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         if message := prepare.finished(recipe):
             if os.environ.get("RANK", "0") == "0":
@@ -261,21 +260,19 @@ def train(argv: list[str]) -> list[Path]:
     compose_and_call(with_recipe_of_run(argv), task)
     if len(runs) > 1 and os.environ.get("RANK", "0") == "0":
         print_runs(runs)
-    return [folder for _, folder in runs]
+    return runs
 
 
-def print_runs(runs: Sequence[tuple[list[str], Path]]) -> None:
-    """Prints a table of runs: the words in which they differ, accuracy before and after."""
+def print_runs(runs: Sequence[Path]) -> None:
+    """Prints a table of runs with their accuracy before and after."""
     from rich.console import Console  # late: slow
     from rich.table import Table
 
-    shared = set.intersection(*(set(words) for words, _ in runs))
-    table = Table("run", "words", "before", "after")
-    for words, folder in runs:
+    table = Table("run", "before", "after")
+    for folder in runs:
         found = json.loads((folder / "summary.json").read_text("utf-8"))
         ends = (str((found[end] or {}).get("accuracy", "-")) for end in ("before", "after"))
-        own = " ".join(word for word in words if word not in shared)
-        table.add_row(paths.shown(folder.absolute()), own, *ends)
+        table.add_row(paths.shown(folder), *ends)
     Console().print(table)
 
 

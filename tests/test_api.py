@@ -33,7 +33,7 @@ def test_a_function_of_the_caller_is_a_reward(
         2, "outputs/arithmetic_tiny/checkpoints/step-2",
     )  # fmt: skip
     assert len(seen) >= 2 * 2 * 4
-    found = grpo_cli.evaluate("outputs/arithmetic_tiny", dataset={"eval_limit": 3})
+    found = grpo_cli.evaluate("outputs/arithmetic_tiny", **{"dataset.eval_limit": 3})
     assert found["benchmarks"]["arithmetic_test"]["n"] == 3
     assert sys.argv == before
 

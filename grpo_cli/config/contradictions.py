@@ -515,12 +515,6 @@ def notices(recipe: Recipe) -> Iterator[str]:
             f"loss.ratio_level = sequence with loss.normalize = {loss.normalize}: completions "
             "count by their length; GSPO counts them alike (loss.normalize=completions)."
         )
-    advantage = recipe.advantage
-    if loss.normalize == "constant" and advantage.rule == "group" and advantage.scale != "none":
-        yield (
-            "loss.normalize = constant: Dr. GRPO does not divide advantages by the standard "
-            "deviation either (advantage=centered)."
-        )
     if loss.ratio_level == "token" and loss.normalize == "sums":
         yield (
             "loss.normalize = sums with loss.ratio_level = token: LUSPO sums with one ratio a "

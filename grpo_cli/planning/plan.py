@@ -80,10 +80,22 @@ def predict(job: Job) -> Plan:
 
 
 def changes(plan: Plan) -> dict[str, Plan]:
-    """Returns words that lower the peak by more than 1 %, each with the plan under it.
+    """Returns words that lower the peak, each with the plan under it, the lowest peak first.
 
-    They come in the order of the peak, the lowest first.
+    If no single change fits, a combination that fits comes first.
     """
+    found = single_changes(plan)
+    if not found or any(changed.fits for changed in found.values()):
+        return found
+    words, together = next(iter(found.items()))
+    while not together.fits and (more := single_changes(together)):
+        best, together = next(iter(more.items()))
+        words = f"{words} {best}"
+    return {words: together, **found} if together.fits else found
+
+
+def single_changes(plan: Plan) -> dict[str, Plan]:
+    """Returns the single changes that lower the peak by more than 1 %."""
     job, found = plan.job, {}
     for words, values in candidates(job).items():
         recipe = with_values(job.recipe, values)

@@ -175,7 +175,7 @@ def test_metrics_reach_the_disk_first(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "fsync", watched)
     trained(tmp_path, steps=2, checkpoint__every=1)
-    before_last = synced[: len(synced) - 1 - synced[::-1].index("manifest.json")]
+    before_last = synced[: len(synced) - 1 - synced[::-1].index("manifest.json.new")]
     assert "metrics.jsonl" in before_last, "the first step's line, before the second's weights"
 
 
