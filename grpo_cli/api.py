@@ -20,7 +20,7 @@ def train(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Trains as `grpo train` does, and returns what the run's summary.json holds.
+    """Trains as `grpo train` does, and returns the contents of the run's summary.json.
 
     Args:
         recipe: the name of a recipe, or a file.
