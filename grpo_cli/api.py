@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from grpo_cli.config.compose import quoted
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_cli import cli
+from grpo_cli.config.compose import error_message, quoted
+from grpo_cli.errors import Stopped, UserError
 
 REWARDS = "grpo_rewards"  # module that holds the reward functions of this process
 
@@ -43,7 +48,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluates a run, a model folder or a hub name as `grpo eval` does; returns its eval.json.
 
-    Args and errors are those of `train`.
+    See `train` for the arguments and the errors.
     """
     (folder,) = _run("eval", [str(checkpoint)], rewards or {}, changes)
     return cast(dict[str, Any], json.loads((folder / "eval.json").read_text("utf-8")))
@@ -55,13 +60,6 @@ def _run(
     rewards: Mapping[str, Callable[..., Any]],
     changes: Mapping[str, Any],
 ) -> list[Path]:
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from grpo_cli import cli
-    from grpo_cli.config.compose import error_message
-    from grpo_cli.errors import Stopped, UserError
-
     module = sys.modules.setdefault(REWARDS, types.ModuleType(REWARDS))
     for name, function in rewards.items():
         setattr(module, name, function)

@@ -121,7 +121,7 @@ Examples:
 """,
     "recipes": "grpo recipes: prints the name and the description of each shipped recipe\n",
     "rewards": """\
-grpo rewards [MODULE ...]: prints the reward functions, also those of your
+grpo rewards [MODULE ...]: prints the shipped reward functions and those in your
 modules, with the columns that they read and the arguments that they take
 """,
 }

@@ -312,6 +312,10 @@ def test_rows_of_ones_own_replace_those_of_the_recipe(
     dataset = yaml.safe_load(out)["dataset"]
     assert [dataset[key] for key in ("eval", "subset", "system", "eval_limit")] == [None] * 3 + [5]
     assert "leaves out dataset.eval, dataset.subset, dataset.system\n" in err
+    renamed = ("recipe=math_qwen", "dataset.train=rows.jsonl", "--cfg", "job", "-p", "dataset")
+    assert "columns: {}" in grpo("train", *renamed)[1]
+    assert "answer: gold" in grpo("train", *renamed, "dataset.columns.answer=gold")[1]
+    assert "answer: solution" in grpo("train", *renamed[:1], *renamed[2:], "dataset.train=null")[1]
     _, out, err = grpo("train", *words, "dataset.system=Hi.", "dataset=math", "--cfg", "job")
     assert (yaml.safe_load(out)["dataset"]["system"], err) == ("Hi.", "")
 

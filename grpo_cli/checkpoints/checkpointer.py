@@ -583,7 +583,7 @@ def prune(
         remove(path)
     for path in outdated(folder, keep_last, None, newest, in_use):  # the best one
         if is_model(path) and has_training_state(path):
-            with contextlib.suppress(OSError, manifest.Damaged):
+            with contextlib.suppress(OSError, manifest.Damaged):  # then it keeps what it has
                 keep_model_only(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,7 +59,10 @@ def main(argv: list[str]) -> None:
         from grpo_cli.training.plan import plan_of
 
         recipe = prepare.parse(cfg, given_keys(cfg))
-        with contextlib.suppress(UserError):  # the model's config is enough, without a tokenizer
+        try:
+            recipe = prepare.resolved(recipe)
+        except UserError:  # without a tokenizer the model's config is enough
+            recipe.dataset.chat = False
             recipe = prepare.resolved(recipe)
         plan, notes = plan_of(recipe, **asdict(settings))
         changes = {} if plan.fits else planning.changes(plan)

@@ -115,7 +115,7 @@ def compose_and_call(
     overrides = [
         word if sweeps and re.search(r"=.*[,(]", word) else as_text(word) for word in overrides
     ]
-    short = {o for o in options if re.match("-[^-]", o) and o.split("=")[0] not in SHORT_OPTIONS}
+    short = [o for o in options if re.match("-[^-]", o) and o.split("=")[0] not in SHORT_OPTIONS]
     problems = [f"{o}: there is no such option; write -{o}, or key=value." for o in short]
     left = {"--json", "--submit"} & {*options}  # the commands that have them have taken them
     problems += [f"{o}: this command has no such option." for o in left]
@@ -259,7 +259,8 @@ def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) 
     """
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     choice = _choices_of(trees).get("dataset")
-    if "dataset.train" not in given or "dataset" in given or not choice:
+    is_other = "dataset.train" in given and "dataset.train=null" not in overrides
+    if not is_other or "dataset" in given or not choice:
         return []
     own: set[str] = set().union(*(tree.get("dataset") or {} for tree in trees))
     of_choice = _read(recipe_files()[0].parent / "dataset" / f"{choice}.yaml")
@@ -267,9 +268,8 @@ def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) 
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
     gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
     words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone if key != "columns"]
-    words += (
-        [f"~dataset.columns.{name}" for name in of_choice["columns"]] if "columns" in gone else []
-    )
+    columns = {f"dataset.columns.{name}" for name in of_choice.get("columns", ())}
+    words += [f"~{key}" for key in sorted(columns - given) if "columns" in gone]
     if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
         gone = [key for key in gone if key != "prompt"]  # found by its name in other rows too
     if gone and os.environ.get("RANK", "0") == "0":

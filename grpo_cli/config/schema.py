@@ -348,9 +348,12 @@ def function_of(stored: object) -> str:
 
 
 def own_first(functions: Mapping[str, str]) -> list[str]:
-    """Returns the names of rewards, given with their functions, those of the user's own first.
+    """Returns the names of rewards with the user's own rewards first.
 
     The first one is the accuracy, unless eval.accuracy names another.
+
+    Args:
+        functions: the function of each reward, by name.
     """
     return sorted(functions, key=lambda name: ":" not in functions[name])
 

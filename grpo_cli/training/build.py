@@ -282,8 +282,9 @@ def describe(run: Run) -> None:
     for name, reward in recipe.reward.items():
         args = [f"{key}={value}" for key, value in reward.args.items()]
         rewards.append(f"{name} ({', '.join([f'weight {reward.weight:g}', *args])})")
-    accuracy = f"; accuracy: {recipe.accuracies[0]} = 1" if run.evaluator is not None else ""
-    say(f"rewards: {', '.join(rewards)}{accuracy}")
+    is_right = f"; accuracy: {recipe.accuracies[0]} = 1"
+    of_rows = run.evaluator is not None and not recipe.benchmark
+    say(f"rewards: {', '.join(rewards)}{is_right if of_rows else ''}")
     say(
         f"learning rate {recipe.optimizer.learning_rate:g} ({recipe.optimizer.schedule}); chat "
         f"template {'on' if recipe.dataset.chat else 'off'}; completions of at most "

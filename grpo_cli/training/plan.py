@@ -115,7 +115,7 @@ def mean_prompt(
 
 
 class PlanRecord:
-    """This process's measurements of a run's memory, with the plan beside them.
+    """Records what this process measures of a run's memory, and the plan for it.
 
     plan.json is {"measured": ..., "predicted": ...}, written with each checkpoint and at the end.
     The prediction is for the measured lengths and groups with a gradient. "unpredicted" replaces it

@@ -13,7 +13,7 @@ from tests.episodes import make_episode
 
 @pytest.fixture
 def show(grpo: Grpo) -> Grpo:
-    """Shows completions beside a run with those of two steps."""
+    """Runs a command line in a folder with a run that has stored completions of two steps."""
     for step in (1, 20):
         groups = []
         for row in (4, 7):
