@@ -152,9 +152,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
     moved = run.policy.reference.weights_to_save if run.policy.reference is not None else None
 
     def done() -> None:
-        # If a new best could not be written, the old one stays.
-        if best is not None and paths.checkpoint_path(run.folder, best).is_dir():
-            run.checkpointer.best = best
+        _note_best(run, best)
         if not paths.is_interrupted(path):
             run.callbacks.written.append(path)
             run.pusher.push(path, last=last)
@@ -179,6 +177,12 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
     )
+
+
+def _note_best(run: Run, step: int | None) -> None:
+    # If a new best could not be written, the old one stays.
+    if step is not None and paths.checkpoint_path(run.folder, step).is_dir():
+        run.checkpointer.best = step
 
 
 def prune(run: Run, newest: Path | None = None) -> None:
@@ -381,6 +385,7 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     if run.policy.reference is not None:
         run.policy.reference.has_moved = stored.reference_moved
     run.checkpointer.best = saved["best"]
+    _note_best(run, run.state.best_step)  # its checkpoint may be the one that `saved` comes from
     if scaler := saved["grad_scaler"]:
         run.policy.scaler.load_state_dict(scaler)
     run.reporter.alarms.restore(saved["alarms"])

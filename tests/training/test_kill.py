@@ -362,6 +362,14 @@ def test_killed_run_is_the_same_run(
     assert {"generate", "reward", "forward_backward", "optimizer"} <= {m["stage"] for m in killed}
 
 
+def test_run_killed_after_each_checkpoint(jobs: Jobs, straight: Straight) -> None:
+    reference, run = straight(IMAGES, 1), jobs.folder / "each"
+    for _ in range(STEPS):
+        jobs.start(run, IMAGES, 1, {"what": "named", "number": 1, "of": "all"})
+    assert jobs.start(run, IMAGES, 1) == 0, said(run)[-3000:]
+    assert_same(run, reference, 0)
+
+
 def test_damaged_checkpoint_is_skipped(jobs: Jobs, straight: Straight) -> None:
     reference, run = straight(HARD, 2), jobs.folder / "damaged"
     second = {"what": "named", "number": 2, "of": "all"}  # a step further than the last good one
