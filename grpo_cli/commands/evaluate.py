@@ -17,7 +17,13 @@ from omegaconf import DictConfig, open_dict
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.lookup import find_model
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_options
+from grpo_cli.config.compose import (
+    BARE,
+    DEFAULT_RECIPE,
+    compose_and_call,
+    given_keys,
+    split_options,
+)
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Eval, Recipe
 from grpo_cli.config.sources import file_format
@@ -163,11 +169,13 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
             if obeys_foreign:  # before Hydra reads it
                 provenance.check(path, provenance.unusual(provenance.read(Path(path))), TRUST)
             overrides = [f"recipe={stored}", *overrides]
+        elif any(w.startswith("dataset.eval=") for w in overrides):
+            overrides = [f"recipe={DEFAULT_RECIPE}", *overrides]
         elif not benchmarks_named(overrides):
             raise UserError(
                 f"checkpoint = {path}: there is no such folder with a recipe stored in it; if this "
-                "is a model's folder or hub name, say what to evaluate it on with benchmark=NAME "
-                "or recipe=NAME."
+                "is a model's folder or hub name, say what to evaluate it on with benchmark=NAME, "
+                "recipe=NAME, or dataset.eval=FILE and a reward."
             )
     chosen = benchmarks_named(overrides)
 
