@@ -32,7 +32,6 @@ BENCHMARKS = {  # file, number of rows, fields
 }
 SEED, FIGURES_SEED = 0, 1
 CALLED = 0.3  # share of the calculator's episodes that call the tool
-NUMBERS = range(10, 100)
 COLOURS = {"red": "#e02020", "green": "#20b020", "blue": "#2040e0", "black": "#101010"}
 PLACES = [(x, y) for x in range(4) for y in range(4)]
 CELL = 8  # pixels
@@ -82,8 +81,9 @@ def main() -> None:
 
 
 def chat_sums(count: int) -> list[Row]:
-    """Questions for the sum of two numbers from 10 to 99, no two of them alike."""
-    pairs = random.Random(SEED).sample([(a, b) for a in NUMBERS for b in NUMBERS], count)
+    """Questions for the sum of two numbers from 10 to 59, no two of them alike."""
+    numbers = range(10, 60)
+    pairs = random.Random(SEED).sample([(a, b) for a in numbers for b in numbers], count)
     return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
 
 
@@ -116,7 +116,7 @@ def products() -> list[Row]:
     which a small model cannot learn to do right.
     """
     rng, rows = random.Random(SEED), []
-    pairs = [(a, b) for a in NUMBERS for b in NUMBERS]
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
     for a, b in pairs:
         episode: list[Row] = [{"role": "assistant", "content": str(a * b)}]
