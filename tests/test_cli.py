@@ -100,7 +100,7 @@ def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Pat
     (tmp_path / "hollow").mkdir()
     arguments, expected = row["words"], row["said"]
     if isinstance(arguments, str):
-        argv = [arguments]
+        argv = arguments.split()
     else:
         own = [a for a in arguments if a.startswith(("dataset.train=", "dataset.eval="))]
         data = own or ["dataset.train=rows.jsonl"]
