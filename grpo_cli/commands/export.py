@@ -44,7 +44,7 @@ which peft and vLLM load beside the model.
 
 
 Tensors = Iterator[tuple[str, Tensor]]  # with the names that the model is published with
-READ = ("trust_remote_code", "quantization", "dtype", "tokenizer")  # keys of the recipe's section model
+READ = ("trust_remote_code", "quantization", "dtype", "tokenizer")  # keys of model
 
 
 @dataclass

@@ -35,11 +35,12 @@ def test_loss_and_gradient_norm_are_those_of_trl(
     monkeypatch.setattr(trl_batch, "stored", stored, raising=False)
     settings: dict[str, Any] = {
         "model.path": model, "adapter": "lora", "adapter.path": adapter, "loss": "bnpo",
-        "dataset.train": "rows.jsonl", "dataset.shuffle": False, "rollout": "tests.trl_batch:stored",
-        "steps": 1, "prompts_per_step": len(trl_batch.ROWS), "device": "cpu", "log.report": False,
+        "dataset.train": "rows.jsonl", "dataset.shuffle": False, "steps": 1, "device": "cpu",
+        "rollout": "tests.trl_batch:stored", "prompts_per_step": len(trl_batch.ROWS),
         "generation.num_generations": trl_batch.GENERATIONS, "generation.max_logp_difference": None,
-        "generation.max_completion_tokens": trl_batch.LIMIT, "checkpoint.every": 0,
+        "generation.max_completion_tokens": trl_batch.LIMIT, "log.report": False,
         "generation.temperature": trl_batch.TEMPERATURE, "reward.letters.weight": 0.5,
+        "checkpoint.every": 0,
     }  # fmt: skip
     rewards = {"letters": trl_batch.letters, "near": trl_batch.near}
     grpo_cli.train("chat", rewards=rewards, **settings)
