@@ -53,7 +53,7 @@ QUIET_HYDRA = (
 INSTEAD_OF_A_CHOICE = {
     "model": " A model on the hub or in a folder: model.path={choice}.",
     "dataset": " A file or a hub name: dataset.train={choice}.",
-    "reward": " A function of your own: reward.NAME.function={choice}.",
+    "reward": " A function of your own: reward.NAME.function=my_module:my_function.",
 }
 LISTED = ("reward", "benchmark")  # groups that accept several choices together
 # Beginnings of overrides of mappings, in which the user chooses the key names.
