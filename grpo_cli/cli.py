@@ -164,10 +164,12 @@ def run_command(argv: list[str]) -> int:
     # peft imports bitsandbytes, which warns on some CPUs that it found no 4-bit kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        if not argv or argv[0] in ("-h", "--help") or argv == ["help"]:
+        wants_all = argv[:1] == ["help"]
+        argv = argv[wants_all:] or ["--help"]
+        if argv[0] in ("-h", "--help"):
             print(USAGE, end="")
-        elif argv[0] == "help" and argv[1] in COMMANDS:
-            show_all(argv[1])
+        elif wants_all and argv[0] in COMMANDS:
+            show_all(argv[0])
         elif argv[0] in COMMANDS and asks_for_help(*argv):
             print(help_of(argv[0]), end="")
         elif argv[0] == "--version":

@@ -11,6 +11,7 @@ Nothing here imports from the rest of grpo_cli except `grpo_cli.sandbox`, which 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -107,7 +108,18 @@ def traits_of(function: Callable[..., Any]) -> Traits:
     return traits if isinstance(traits, Traits) else Traits()
 
 
+def shipped() -> dict[str, str]:
+    """Returns short name -> dotted path of each shipped reward."""
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return {name: f"grpo_cli.rewards.{name}:{name}" for name in names if name[0] != "_"}
+
+
+def shipped_name(function: str) -> str | None:
+    """Returns the short name of a shipped reward, given as such or as a path; else None."""
+    name = function.rpartition(":")[2]
+    return name if function in (name, shipped().get(name)) and name in shipped() else None
+
+
 def has_votes(reward: str) -> bool:
     """Returns whether the reward of this name compares final answers, which can be voted on."""
-    name = reward.rpartition(":")[2]
-    return name in WITH_AN_ANSWER and reward in (name, f"grpo_cli.rewards.{name}:{name}")
+    return shipped_name(reward) in WITH_AN_ANSWER

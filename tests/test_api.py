@@ -41,3 +41,10 @@ def test_a_function_of_the_caller_is_a_reward(
 def test_a_mistake_is_an_exception() -> None:
     with pytest.raises(UserError, match="stpes: there is no such key"):
         grpo_cli.train("arithmetic_tiny", stpes=2)
+    with pytest.raises(UserError, match=r"^reward\.r\.timeout: .*function=my_module:my_function"):
+        grpo_cli.train(
+            "arithmetic_tiny",
+            rewards={"r": lambda completions: completions},
+            **SMALL,
+            **{"reward.r.timeout": 5},
+        )

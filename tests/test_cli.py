@@ -100,7 +100,7 @@ def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Pat
     (tmp_path / "hollow").mkdir()
     arguments, expected = row["words"], row["said"]
     if isinstance(arguments, str):
-        argv = [arguments]
+        argv = arguments.split()
     else:
         own = [a for a in arguments if a.startswith(("dataset.train=", "dataset.eval="))]
         data = own or ["dataset.train=rows.jsonl"]
@@ -303,9 +303,7 @@ def test_a_group_that_a_recipe_does_not_name_can_be_chosen(grpo: Grpo, tmp_path:
     assert composed["recipe"] == "plain"
 
 
-def test_rows_of_ones_own_replace_those_of_the_recipe(
-    grpo: Grpo,
-) -> None:
+def test_rows_of_ones_own_replace_those_of_the_recipe(grpo: Grpo, tmp_path: Path) -> None:
     words = ("recipe=gsm8k_qwen", "dataset.train=rows.jsonl", "dataset.eval_limit=5")
     code, out, err = grpo("train", *words, "--cfg", "job")
     assert code == 0, err
@@ -318,6 +316,11 @@ def test_rows_of_ones_own_replace_those_of_the_recipe(
     assert "answer: solution" in grpo("train", *renamed[:1], *renamed[2:], "dataset.train=null")[1]
     _, out, err = grpo("train", *words, "dataset.system=Hi.", "dataset=math", "--cfg", "job")
     assert (yaml.safe_load(out)["dataset"]["system"], err) == ("Hi.", "")
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "own.yaml").write_text("train: old.jsonl\nsystem: Hi.\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [schema, dataset: own, _self_]\n")
+    _, out, err = grpo("train", "mine.yaml", words[1], "--cfg", "job")
+    assert (yaml.safe_load(out)["dataset"]["system"], err[-17:]) == (None, "t dataset.system\n")
 
 
 def test_rewards_and_columns_take_values_without_a_plus(grpo: Grpo) -> None:

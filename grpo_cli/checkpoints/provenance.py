@@ -35,6 +35,7 @@ from grpo_cli.config.parsing import first_line
 from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
+from grpo_cli.rewards import shipped_name
 
 RECIPE = f"{TRAINING}/recipe.yaml"
 
@@ -107,10 +108,7 @@ def _inside(value: str, folder: Path) -> bool:
 
 def _shipped(value: Any, folder: Path) -> bool:
     """Returns whether a reward is grpo's own and sends nothing to an address in the recipe."""
-    name = str(value).rpartition(":")[2]
-    return _word(name, folder) and name != "judge" and value in (
-        name, f"grpo_cli.rewards.{name}:{name}",
-    )  # fmt: skip
+    return shipped_name(str(value)) not in (None, "judge")
 
 
 def _these(names: str, **rules: Any) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
         "optimizer": partial(optimizers.check, recipe),
         "tracking": partial(tracking.require, recipe.tracking.backend),
         "callbacks": partial(callback_loading.load, recipe.callbacks),
-        "model.path": partial(prepare.check_model_path, recipe),
+        "model.path": lambda: prepare.check_model_path(prepare.with_model_of_run(recipe)),
         "adapter": partial(prepare.check_adapter, recipe),
     }
     for name, reward in recipe.reward.items():

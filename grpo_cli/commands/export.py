@@ -44,7 +44,7 @@ which peft and vLLM load beside the model.
 
 
 Tensors = Iterator[tuple[str, Tensor]]  # with the names that the model is published with
-READ = ("trust_remote_code", "quantization", "dtype")  # keys of the recipe's section model
+READ = ("trust_remote_code", "quantization", "dtype", "tokenizer")  # keys of model
 
 
 @dataclass
@@ -258,8 +258,8 @@ def merged(path: Path, quantized: str | None, made: Path) -> tuple[Tensors, Path
         made: empty folder, which the other files are written to.
     """
     trained = trained_model(path)
-    code = trained.get("trust_remote_code", False)
-    config = Model(dtype="auto", trust_remote_code=code, dropout=None)
+    kept = {key: trained[key] for key in ("trust_remote_code", "tokenizer") if key in trained}
+    config = Model(dtype="auto", dropout=None, **kept)
     config.dtype = loading.stored_dtype(config, path)
     dtype = getattr(torch, config.dtype)  # dtype of the base model's files
     config.quantization = quantized or trained.get("quantization", config.quantization)

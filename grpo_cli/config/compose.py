@@ -53,7 +53,7 @@ QUIET_HYDRA = (
 INSTEAD_OF_A_CHOICE = {
     "model": " A model on the hub or in a folder: model.path={choice}.",
     "dataset": " A file or a hub name: dataset.train={choice}.",
-    "reward": " A function of your own: reward.NAME.function={choice}.",
+    "reward": " A function of your own: reward.NAME.function=my_module:my_function.",
 }
 LISTED = ("reward", "benchmark")  # groups that accept several choices together
 # Beginnings of overrides of mappings, in which the user chooses the key names.
@@ -122,8 +122,8 @@ def compose_and_call(
     problems += _problems_of_words(overrides, sweeps)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    overrides += _without_rows(overrides, trees := _trees(folder, name))
-    tree = trees[-1] if folder is not None and trees else {}
+    overrides += _without_rows(overrides, folder, trees := _trees(folder, name))
+    tree = {} if folder is None else trees[-1]
     names_itself, shown = bool(tree.get("recipe")), name
     chosen = {word.lstrip("+").partition("=")[0] for word in overrides} & {*groups()}
     unnamed = chosen - {"benchmark", *_choices_of(trees)}
@@ -233,16 +233,18 @@ def _replace_rewards(cfg: DictConfig) -> None:
 
 def _trees(folder: Path | None, name: str, above: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Returns a recipe's file and those that its defaults name, the base first."""
-    shipped = recipe_files()[0].parent
-    places = [place / f"{name}.yaml" for place in (folder, shipped) if place is not None]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        return []
-    tree, found = _read(file), []
+    tree, found = _read(_file(folder, name)), []
     for entry in tree.get("defaults") or []:
         if isinstance(entry, str) and entry not in ("schema", "_self_", name, *above):
             found += _trees(folder, entry, (*above, name))
     return [*found, tree]
+
+
+def _file(folder: Path | None, name: str) -> Path:
+    """Returns the file of a recipe or of a group's choice: the user's own before the shipped."""
+    shipped = recipe_files()[0].parent / f"{name}.yaml"
+    own = shipped if folder is None else folder / f"{name}.yaml"
+    return own if own.is_file() else shipped
 
 
 def _choices_of(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -251,7 +253,9 @@ def _choices_of(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key.rpartition(" ")[2]: choice for e in entries for key, choice in e.items()}
 
 
-def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) -> list[str]:
+def _without_rows(
+    overrides: Sequence[str], folder: Path | None, trees: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Returns the words that drop the recipe's own rows where dataset.train gives others.
 
     What its choice of `dataset` says of them goes with them, unless it is given too; a note says
@@ -263,7 +267,7 @@ def _without_rows(overrides: Sequence[str], trees: Sequence[Mapping[str, Any]]) 
     if not is_other or "dataset" in given or not choice:
         return []
     own: set[str] = set().union(*(tree.get("dataset") or {} for tree in trees))
-    of_choice = _read(recipe_files()[0].parent / "dataset" / f"{choice}.yaml")
+    of_choice = _read(_file(folder, f"dataset/{choice}"))
     defaults = dataclasses.asdict(schema.Dataset())
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
     gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]

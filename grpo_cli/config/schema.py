@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if, section
+from grpo_cli.rewards import shipped_name
 
 HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision to torch's names
 
@@ -355,7 +356,7 @@ def own_first(functions: Mapping[str, str]) -> list[str]:
     Args:
         functions: the function of each reward, by name.
     """
-    return sorted(functions, key=lambda name: ":" not in functions[name])
+    return sorted(functions, key=lambda name: shipped_name(functions[name] or name) is not None)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import grpo_cli.rewards
 from grpo_cli.config.user_code import import_function, import_module
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.rewards import shipped
 
 # A value per completion: a number, None where the function does not apply, or step rewards.
 RewardFunction = Callable[..., Sequence[float | list[tuple[int, float]] | None]]
@@ -33,15 +33,6 @@ class TrainerState:
     best_metric: float | None = None  # best value of `eval.best`; None before an evaluation
     best_global_step: int | None = None  # step of the best metric
     log_history: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
-
-
-def shipped() -> dict[str, str]:
-    """Returns short name -> dotted path of each shipped reward."""
-    return {
-        module.name: f"grpo_cli.rewards.{module.name}:{module.name}"
-        for module in pkgutil.iter_modules(grpo_cli.rewards.__path__)
-        if not module.name.startswith("_")
-    }
 
 
 def known() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -244,6 +245,12 @@ def _timeout(name: str, spec: Reward, default: float | None, is_async: bool) -> 
         if spec.timeout == 0:
             raise UserError(f"reward.{name}.timeout: an async function has one; must be > 0.")
         timeout = timeout or ASYNC_TIMEOUT
+    elif timeout and sys.modules[path_of(spec.function).partition(":")[0]].__spec__ is None:
+        raise UserError(
+            f"reward.{name}.timeout: its function is called in a worker process, which cannot "
+            "import it from a notebook or a script; put the function into a module, and name it "
+            f"as reward.{name}.function=my_module:my_function."
+        )
     return timeout
 
 

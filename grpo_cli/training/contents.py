@@ -51,11 +51,14 @@ def of_run(prepared: Prepared) -> Contents:
     recipe = prepared.recipe
     found = dict(_of_data(prepared))
     if recipe.model.path is not None and recipe.model.build is None:
-        folder = _model_folder(recipe.model, recipe.model.path)
-        if provenance.is_cached(folder):  # where any tool may add files of the same commit
-            found["tokenizer"] = {"commit": folder.name}
+        folder = _folder(recipe.model, recipe.model.path, "config.json")
+        words = folder
+        if recipe.model.tokenizer is not None:
+            words = _folder(recipe.model, recipe.model.tokenizer, "tokenizer_config.json")
+        if provenance.is_cached(words):  # where any tool may add files of the same commit
+            found["tokenizer"] = {"commit": words.name}
         else:
-            files = _matching(folder, TOKENIZER)
+            files = _matching(words, TOKENIZER)
             found["tokenizer"] = {file.name: file_hash(file) for file in files}
         template = recipe.model.chat_template
         if template and (file := sources.template_file(template)) is not None:
@@ -177,20 +180,23 @@ def _text(value: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
-def _model_folder(model: Model, path: str) -> Path:
-    """Returns the folder of a model, or of an adapter's base model; a hub model's is in the cache.
+def _folder(model: Model, path: str, name: str) -> Path:
+    """Returns the folder of a model or a tokenizer, for an adapter that of its base model.
 
-    Loads the tokenizer of a hub model first, so that its files are in the cache.
+    A hub name's is in the cache; the model's config and tokenizer are loaded first for that.
+
+    Args:
+        name: a file of the folder.
     """
     model, path = loading.base_of(model, path)
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    loading.load_config(model, path)
+    loading.load_config(model, str(model.path))
     with loading.explained(path):
-        config = cached_file(path, "config.json", revision=model.revision)
-    assert config is not None, "loaded before"
-    return Path(config).parent
+        file = cached_file(path, name, revision=model.revision)
+    assert file is not None, "loaded before"
+    return Path(file).parent
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

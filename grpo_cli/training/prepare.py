@@ -469,6 +469,26 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
     return []
 
 
+def with_model_of_run(recipe: Recipe, *, trains: bool = True) -> Recipe:
+    """Returns the recipe with model.path=RUN replaced by the newest model of the run.
+
+    Raises:
+        UserError: the model is an adapter that is to be trained.
+    """
+    path = recipe.model.path
+    if path is None:
+        return recipe
+    found = lookup.find_checkpoint(path)
+    if found is not None and paths.is_model(found):
+        path = str(found)
+    if trains and sources.is_adapter(Path(path).expanduser()):
+        raise UserError(
+            f"model.path = {path}: is an adapter; continue training it with adapter=lora "
+            f"adapter.path={path} and model.path of its base model."
+        )
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path=path))
+
+
 def resolved(recipe: Recipe, *, trains: bool = True) -> Recipe:
     """Returns the recipe with model.path=RUN, model.dtype=auto and dataset.chat=auto resolved.
 
@@ -476,20 +496,12 @@ def resolved(recipe: Recipe, *, trains: bool = True) -> Recipe:
         UserError: the model is missing, is an adapter that is to be trained, its config names no
             type that can be trained, or there is no chat template for dataset.system.
     """
+    recipe = with_model_of_run(recipe, trains=trains)
     model, dataset, path = recipe.model, recipe.dataset, recipe.model.path
-    if path is not None:
-        found = lookup.find_checkpoint(path)
-        if found is not None and paths.is_model(found):
-            model = dataclasses.replace(model, path=(path := str(found)))
-        if trains and sources.is_adapter(Path(path).expanduser()):
-            raise UserError(
-                f"model.path = {path}: is an adapter; continue training it with adapter=lora "
-                f"adapter.path={path} and model.path of its base model."
-            )
-        if "auto" in (model.dtype, dataset.chat):
-            from grpo_cli.models import loading  # late: it imports torch
+    if path is not None and "auto" in (model.dtype, dataset.chat):
+        from grpo_cli.models import loading  # late: it imports torch
 
-            lookup.check_model_folder("model.path", path)
+        lookup.check_model_folder("model.path", path)
     if model.dtype == "auto":
         dtype = "float32" if path is None else loading.stored_dtype(model, path)
         model = dataclasses.replace(model, dtype=dtype)

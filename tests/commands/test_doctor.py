@@ -116,6 +116,14 @@ def test_what_a_recipe_lacks(
     assert said in found[0].value
 
 
+def test_a_run_as_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints" / "step-2"
+    saved.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (saved / name).touch()
+    assert doctor.lacks(recipe(model=Model(path=str(tmp_path)))) == []
+
+
 @pytest.mark.programs
 def test_the_report_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -279,10 +279,10 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
         num_key_value_heads=2,
         vocab_size=300,
     )
-    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base, folder, words = tmp_path / "base", tmp_path / "adapter", tmp_path / "words"
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    quantized = Model(dtype="float32", quantization="nf4")
+    tokenizer.save_pretrained(words)
+    quantized = Model(dtype="float32", quantization="nf4", tokenizer=str(words))
     model, _ = loading.load(quantized, base)
     adapters.attach(model, adapters.config_of(Adapter(method="lora", rank=4), str(base), None), 0)
     for p in adapters.tensors_of(model).values():
@@ -294,9 +294,9 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     model_folder.write_safetensors(folder / adapters.WEIGHTS, own)
     manifest.write_file(
         folder / "training" / "recipe.yaml",
-        b"model: {dtype: float32, quantization: nf4}\n",
+        f"model: {{dtype: float32, quantization: nf4, tokenizer: {words}}}\n".encode(),
     )
-    with pytest.raises(UserError, match=f"base_model_name_or_path = {base}. If you trust who"):
+    with pytest.raises(UserError, match=f"_path = {base}, model.tokenizer = {words}. If you"):
         export.export(folder, tmp_path / "merged", merge=True)
     export.export(folder, tmp_path / "merged", trust=True, merge=True)
     stored = load_file(tmp_path / "merged" / "model.safetensors")
@@ -304,7 +304,9 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     assert all(torch.equal(t, expected[name].bfloat16()) for name, t in stored.items())
     written = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert (written["dtype"], "quantization_config" in written) == ("bfloat16", False)
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
     (folder / "training" / "recipe.yaml").unlink()  # an adapter from elsewhere
+    tokenizer.save_pretrained(base)
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
     provenance.note_own(folder)
     export.main([str(folder), str(tmp_path / "exported")])

@@ -88,3 +88,9 @@ def test_a_reference_is_needed_for_a_kl_now_or_later(
 ) -> None:
     schedules = {} if to is None else {"loss.beta": Schedule(to=to)}
     assert Recipe(loss=Loss(beta=beta), schedules=schedules).needs_reference is needed
+
+
+@table("own", ["mine:math", "registered"])  # a short name of @reward is no shipped one
+def test_a_reward_of_ones_own_is_the_accuracy(own: str) -> None:
+    rewards = {"length": Reward("length"), "math": Reward("grpo_cli.rewards.math:math")}
+    assert Recipe(reward={**rewards, "own": Reward(own)}).accuracies == ["own", "length", "math"]

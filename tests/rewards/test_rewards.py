@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.rewards import REGISTERED, _text, traits_of
+from grpo_cli.rewards import REGISTERED, _text, shipped, traits_of
 from grpo_cli.rewards.boxed_format import boxed_format
 from grpo_cli.rewards.choice import choice
 from grpo_cli.rewards.code import code, program
@@ -280,11 +280,7 @@ def test_those_that_may_not_end_have_a_deadline() -> None:
     assert traits["json_schema"].preload == ("jsonschema",)
 
 
-def shipped() -> list[str]:
-    return sorted(path.stem for path in Path(inspect.getfile(math)).parent.glob("[!_]*.py"))
-
-
-@table("name", shipped())
+@table("name", [*shipped()])
 def test_each_file_holds_one_documented_reward_of_its_name(name: str) -> None:
     function = getattr(importlib.import_module(f"grpo_cli.rewards.{name}"), name)
     assert REGISTERED[name] == f"grpo_cli.rewards.{name}:{name}"
@@ -295,7 +291,7 @@ def test_each_file_holds_one_documented_reward_of_its_name(name: str) -> None:
 
 def test_listing_the_rewards_loads_nothing_heavy() -> None:
     code = (
-        f"import importlib, sys\nfor name in {shipped()}:\n"
+        f"import importlib, sys\nfor name in {[*shipped()]}:\n"
         "    importlib.import_module(f'grpo_cli.rewards.{name}')\n"
         "heavy = ('sympy', 'math_verify', 'torch', 'transformers', 'jsonschema', 'numpy',\n"
         "         'referencing', 'regex', 'openai')\n"

@@ -14,9 +14,9 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import tiny
 from grpo_cli.records import Rollout
-from grpo_cli.rewards import reward
+from grpo_cli.rewards import reward, shipped
 from grpo_cli.rewards.exact_match import exact_match
-from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve, shipped
+from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.step_rewards import token_of_character
 from tests.conftest import make_rollout

@@ -166,6 +166,10 @@ def test_a_file_of_the_model(tmp_path: Path, name: str, changed: dict[str, list[
     recipe = Recipe(model=model_folder(tmp_path / "m"))
     change = partial((tmp_path / "m" / name).write_text, "{ }")
     assert differences(change, recipe, train={}) == changed
+    words = model_folder(tmp_path / "words").path
+    recipe = Recipe(model=dataclasses.replace(recipe.model, tokenizer=words))
+    change = partial((tmp_path / "words" / name).write_text, "{ }")
+    assert differences(change, recipe, train={}) == changed
 
 
 def test_a_tokenizer_of_the_hub_by_its_commit(tmp_path: Path) -> None:
