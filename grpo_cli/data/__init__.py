@@ -14,13 +14,15 @@ from grpo_cli.data.prompts import (
     mixed,
     other_columns,
     prompt_text,
+    prompt_texts,
     solution_pairs,
 )
-from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows, select_rows
+from grpo_cli.data.rows import DATASET, NONE, Rows, hold_out, load_named, load_rows, select_rows
 from grpo_cli.data.streaming import RowStream, StreamedPrompts, open_stream
 
 __all__ = [
     "DATASET",
+    "NONE",
     "MixtureStream",
     "OnBadImage",
     "PromptStream",
@@ -36,6 +38,7 @@ __all__ = [
     "open_stream",
     "other_columns",
     "prompt_text",
+    "prompt_texts",
     "select_rows",
     "solution_pairs",
 ]

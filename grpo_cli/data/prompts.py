@@ -16,7 +16,7 @@ from grpo_cli.data import conversations, images
 from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field, prompt_template
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, first_three
 from grpo_cli.images import ImageError
 from grpo_cli.images import require as require_pillow
 
@@ -298,6 +298,23 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
             )
         messages.insert(0, {"role": "system", "content": config.system})
     return messages
+
+
+def prompt_texts(rows: Rows, config: Dataset) -> list[Any]:
+    """Returns the `prompt_text` of each row.
+
+    Raises:
+        UserError: the mistakes of the first three wrong rows, and the number of the others.
+    """
+    texts, wrong = [], []
+    for number, row in enumerate(rows.rows):
+        try:
+            texts.append(prompt_text(row, config, rows.line(number)))
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError(first_three(wrong, "\n"))
+    return texts
 
 
 def _conversation(

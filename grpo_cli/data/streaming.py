@@ -11,7 +11,7 @@ import itertools
 import random
 import string
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,14 @@ from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.prompts import PromptStream
-from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template, rename_columns
+from grpo_cli.data.rows import (
+    NONE,
+    Rows,
+    check_templates,
+    load_hub,
+    prompt_template,
+    rename_columns,
+)
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 
@@ -48,8 +55,11 @@ class RowStream:
             yield {name: row.get(names.get(name, name)) for name in self.columns}
 
 
-def open_stream(config: Dataset) -> RowStream:
+def open_stream(config: Dataset, needed: Mapping[str, str] = NONE) -> RowStream:
     """Opens `dataset.train` as a stream and checks its first rows against the templates.
+
+    Args:
+        needed: see `load_rows`.
 
     Raises:
         UserError: the data is missing, or its first rows do not fit the templates.
@@ -63,8 +73,8 @@ def open_stream(config: Dataset) -> RowStream:
         raise UserError(f"dataset.train = {source}: the data set is empty.")
     table = files.Table(rows, list(dict.fromkeys(name for row in rows for name in row)))
     table = rename_columns(table, config.columns, source, "dataset.columns")
-    template = prompt_template(config, table.column_names, source)
-    check_templates({"dataset.prompt": template}, table, source, "dataset.train")
+    templates = {"dataset.prompt": prompt_template(config, table.column_names)}
+    check_templates(templates, table, f"dataset.train = {source}", needed=needed)
     first = Rows(source, table.column_names, list(table))
     return RowStream(source, table.column_names, first, config)
 

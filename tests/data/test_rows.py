@@ -16,6 +16,7 @@ from grpo_cli.data import (
     hold_out,
     load_rows,
     make_prompts,
+    prompt_texts,
     solution_pairs,
 )
 from grpo_cli.data.prompts import epoch_order
@@ -227,7 +228,12 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
             ", line 3: malformed JSON (Expecting value).",
         ),
         ("a.jsonl", '{"question": 1}\n[1]\n', ", line 2: must be a JSON object."),
-        ("a.jsonl", '"question"\n', ", line 1: must be a JSON object."),
+        (
+            "a.jsonl",
+            '"question"\n{"question": 1}\n{\n2\n3\n',
+            ", line 1: must be a JSON object; line 3: malformed JSON (Expecting property name "
+            "enclosed in double quotes); line 4: must be a JSON object; and 1 more.",
+        ),
         ("a.json", '[\n{"question": 1},\n]', ", line 3: malformed JSON ("),
         ("a.jsonl", "", ": the data set is empty."),
         ("a.json", "[]", ": the data set is empty."),
@@ -261,10 +267,15 @@ def test_rename_of_a_missing_column(jsonl: Path) -> None:
 
 
 def test_template_with_a_column_that_is_not_there(jsonl: Path) -> None:
-    said = message(config(jsonl, prompt="{questions}"))
-    assert said.startswith("dataset.prompt: the template names a column 'questions' that ")
-    assert said.endswith("it has answer, level, question. Did you mean question?")
-    assert "dataset.solution: the" in message(config(jsonl, solution="{rationale}"))
+    both = config(jsonl, prompt="{questions}", solution="{rationale}")
+    with pytest.raises(UserError) as error:
+        load_rows(both, "train", {"gold": "reward.r", "answer": "reward.r"})
+    assert str(error.value) == (
+        f"dataset.train = {jsonl}: lacks the columns 'questions' (dataset.prompt), 'rationale' "
+        "(dataset.solution), 'gold' (reward.r); it has answer, level, question. Did you mean "
+        "question? Set dataset.prompt=COLUMN dataset.columns.rationale=COLUMN "
+        "dataset.columns.gold=COLUMN."
+    )
 
 
 def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
@@ -272,13 +283,11 @@ def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
     assert len(load_rows(both, "eval").rows) == 4
 
 
-@pytest.mark.parametrize("template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}", "{0}"])
+@pytest.mark.parametrize("template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}"])
 def test_a_literal_brace_in_a_template(jsonl: Path, template: str) -> None:
     found = message(config(jsonl, prompt=template))
-    assert found.startswith("dataset.prompt")
-    if template != "{0}":
-        assert found.startswith(f"dataset.prompt = {template!r}: is not a template (")
-        assert found.endswith(r"write a literal brace twice, as in \boxed{{}}.")
+    assert found.startswith(f"dataset.prompt = {template!r}: is not a template (")
+    assert found.endswith(r"write a literal brace twice, as in \boxed{{}}.")
 
 
 def test_a_doubled_brace_is_a_literal_one(jsonl: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -333,8 +342,12 @@ def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    said = prompt_message(rows({"prompt": "a"}, {"prompt": ""}), Dataset(), tokenizer)
-    assert said == "dataset.prompt: the prompt of row 1 is empty."
+    given = rows({"prompt": "a"}, *[{"prompt": ""}] * 5)
+    said = "dataset.prompt: the prompt of row {} is empty."
+    assert prompt_message(given, Dataset(), tokenizer) == said.format(1)
+    with pytest.raises(UserError) as error:
+        prompt_texts(given, Dataset())
+    assert str(error.value).split("\n") == [*map(said.format, (1, 2, 3)), "and 2 more"]
 
 
 def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -204,7 +204,7 @@ def test_mistakes_at_the_start_and_later(
     with pytest.raises(UserError, match="there is no such file"):
         open_stream(config(tmp_path / "none.jsonl"))
     path = write(tmp_path / "a.jsonl", *ROWS)
-    with pytest.raises(UserError, match="names a column 'x' that"):
+    with pytest.raises(UserError, match="lacks the column 'x'"):
         open_stream(config(path, prompt="{x}"))
     late = write(tmp_path / "b.jsonl", *ROWS, {"q": None})
     found = stream(tokenizer, config(late, shuffle=False))
