@@ -1188,8 +1188,8 @@ class Recipe:
     )
     epochs: float | None = above_0(
         None,
-        "Length of the run in passes over the training prompts, in place of `steps`; null: `steps` "
-        "decides.",
+        "Length of the run in passes over the training prompts, which replaces `steps`; null: "
+        "`steps` decides.",
         training=True,
     )
     prompts_per_step: int = at_least_1(
