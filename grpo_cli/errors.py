@@ -56,10 +56,10 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def first_three(mistakes: Sequence[str], separator: str = "; ") -> str:
+def first_three(mistakes: Sequence[str]) -> str:
     """Joins the first three mistakes, and counts the others."""
-    rest = [f"and {len(mistakes) - 3:,} more"] if len(mistakes) > 3 else []
-    return separator.join([*mistakes[:3], *rest])
+    rest = f"; and {len(mistakes) - 3:,} more" if len(mistakes) > 3 else ""
+    return "; ".join(mistakes[:3]) + rest
 
 
 def listed(names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from grpo_cli.data import conversations, images
 from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field, prompt_template
-from grpo_cli.errors import TrainingError, UserError, first_three
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError
 from grpo_cli.images import require as require_pillow
 
@@ -236,7 +236,7 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
         mark: applied to the text that comes from the row.
 
     Raises:
-        ValueError: bytes that are not UTF-8, or a field that does not fit its format specifier.
+        ValueError: null, bytes that are not UTF-8, or what does not fit its format specifier.
     """
     text, of_row, formatter = "", "", string.Formatter()
     for literal, name, spec, conversion in formatter.parse(template):
@@ -245,6 +245,8 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
         if name is None:
             continue
         value, _ = formatter.get_field(name, (), row)
+        if value is None:
+            raise ValueError(f"the column {name!r} is null")
         if isinstance(value, bytes):
             try:
                 value = value.decode()
@@ -283,7 +285,7 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
     else:
         try:
             text = fill(template, row, mark)
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise UserError(f"dataset.prompt: row {number}: {error}.") from error
         if not is_chat:
             if not text:
@@ -304,7 +306,7 @@ def prompt_texts(rows: Rows, config: Dataset) -> list[Any]:
     """Returns the `prompt_text` of each row.
 
     Raises:
-        UserError: the mistakes of the first three wrong rows, and the number of the others.
+        UserError: the mistakes of the first three wrong rows, and the number of all.
     """
     texts, wrong = [], []
     for number, row in enumerate(rows.rows):
@@ -312,8 +314,10 @@ def prompt_texts(rows: Rows, config: Dataset) -> list[Any]:
             texts.append(prompt_text(row, config, rows.line(number)))
         except UserError as error:
             wrong.append(str(error))
+    if len(wrong) > 1:
+        wrong[3:] = [f"{len(wrong):,} of {len(rows.rows):,} rows of {rows.source} are no prompts."]
     if wrong:
-        raise UserError(first_three(wrong, "\n"))
+        raise UserError("\n".join(wrong))
     return texts
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from grpo_cli.config.schema import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
-from grpo_cli.data.files import Table, load_local
-from grpo_cli.errors import UserError, first_three, listed, nearest
+from grpo_cli.data.files import load_local
+from grpo_cli.errors import UserError, listed, nearest
 
 DATASET = "dataset"  # column with the data set's name in a mixture
 NONE: Mapping[str, str] = MappingProxyType({})
@@ -178,20 +178,12 @@ def check_templates(
         source, renaming, needed: see `check_columns`.
 
     Raises:
-        UserError: an invalid template, missing columns, or a column with a null in some row.
+        UserError: an invalid template, or missing columns.
     """
     named = {name: key for key, text in templates.items() for name in columns_named(text)}
     check_columns({**named, **needed}, table.column_names, source, renaming)
     for key, template in templates.items():
         _check_template(key, template, table[0], source)
-        for name in columns_named(template):
-            if not isinstance(table, Table) and not table.data.column(name).null_count:
-                continue  # columns of messages may hold pictures, so they are not read
-            if empty := [f"row {n}" for n, cell in enumerate(table[name][:]) if cell is None]:
-                raise UserError(
-                    f"{source}, {first_three(empty, ', ')}: the column {name!r}, which {key} "
-                    "names, is null."
-                )
 
 
 def columns_named(template: str) -> list[str]:

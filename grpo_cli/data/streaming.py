@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-import string
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,7 +237,6 @@ class StreamedPrompts(PromptStream):
         lines = range(block.row, block.row + len(rows))
         found = Rows(self.rows.source, self.rows.columns, rows, lines)
         try:
-            _check_null(found, prompt_template(self.rows.config, found.columns))
             prompts = self.make_prompts(found, bool(self.blocks))
         except UserError as error:
             if not self.blocks:
@@ -247,14 +245,3 @@ class StreamedPrompts(PromptStream):
         if self.shuffle:
             random.Random(f"{self.seed}/{block.epoch}/{block.row}").shuffle(prompts)
         return prompts
-
-
-def _check_null(rows: Rows, template: str) -> None:
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name in rows.columns]
-    for number, row in enumerate(rows.rows):
-        for name in names:
-            if row[name] is None:
-                raise UserError(
-                    f"dataset.train = {rows.source}, row {rows.line(number)}: the column {name!r}, "
-                    "which dataset.prompt names, is null."
-                )

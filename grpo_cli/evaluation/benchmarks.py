@@ -67,13 +67,13 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
                 f"{template_key} = {template!r}: names no column of the data; write one in braces, "
                 f"as {{question}}; {source} has {listed(table.column_names)}."
             )
-    for column in gold_columns(name, config):
+    gold = gold_columns(name, config)
+    named = [column for text in templates.values() for column in tables.columns_named(text)]
+    for column in dict.fromkeys([*gold, *named]):
         for number, cell in enumerate(table[column][:]):
-            if is_missing(cell):
-                raise UserError(
-                    f"{source_key}, row {number}: the column {column!r}, which the reward "
-                    f"{config.reward} needs, is {'null' if cell is None else 'empty'}."
-                )
+            if cell is None or (column in gold and is_missing(cell)):
+                empty = "null" if cell is None else "empty"
+                raise UserError(f"{source_key}, row {number}: the column {column!r} is {empty}.")
     return data.Rows(source, table.column_names, table)
 
 

@@ -347,7 +347,10 @@ def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     assert prompt_message(given, Dataset(), tokenizer) == said.format(1)
     with pytest.raises(UserError) as error:
         prompt_texts(given, Dataset())
-    assert str(error.value).split("\n") == [*map(said.format, (1, 2, 3)), "and 2 more"]
+    assert str(error.value).split("\n") == [
+        *map(said.format, (1, 2, 3)),
+        "5 of 6 rows of rows.jsonl are no prompts.",
+    ]
 
 
 def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:

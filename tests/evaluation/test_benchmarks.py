@@ -205,9 +205,9 @@ def test_a_shipped_renaming_gives_way_and_the_users_own_does_not(
     [
         ({"question": "Q", "gold": "1"}, {}, "lacks the column 'answer' (benchmark.mine.reward)"),
         ({"problem": "Q", "answer": "1"}, {}, "Set benchmark.mine.columns.question=C"),
-        ({"question": "Q", "answer": None}, {}, "row 1: the column 'answer', which the reward ma"),
-        ({"question": "Q", "answer": " "}, {}, "needs, is empty."),
-        ({"question": None, "answer": "1"}, {}, "benchmark.mine.modes.cot.prompt names, is null."),
+        ({"question": "Q", "answer": None}, {}, "row 1: the column 'answer' is null."),
+        ({"question": "Q", "answer": " "}, {}, "is empty."),
+        ({"question": None, "answer": "1"}, {}, "the column 'question' is null."),
         ({}, {"cot": "{question"}, "benchmark.mine.modes.cot.prompt = '{question': is not a temp"),
         ({}, {"cot": "Solve \\boxed{{it}}."}, "names no column of the data; write one in braces"),
         ({"tests": ["a"]}, {"cot": "{question} {tests}"}, "holds a list, which is no text; name"),
