@@ -17,12 +17,11 @@ from grpo_cli.data.prompts import (
     prompt_texts,
     solution_pairs,
 )
-from grpo_cli.data.rows import DATASET, NONE, Rows, hold_out, load_named, load_rows, select_rows
+from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows, select_rows
 from grpo_cli.data.streaming import RowStream, StreamedPrompts, open_stream
 
 __all__ = [
     "DATASET",
-    "NONE",
     "MixtureStream",
     "OnBadImage",
     "PromptStream",

@@ -329,12 +329,7 @@ def _keep_text(
 
 
 def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a JSON file: an array, or one object per line.
-
-    Raises:
-        UserError: the file cannot be read, or rows are wrong, of which it names the first three.
-            No row is yielded after a wrong one.
-    """
+    """Yields the rows of a JSON file, up to a wrong one: an array, or one object per line."""
     opener = gzip.open if path.suffix == ".gz" else open
     wrong: list[str] = []
     with opener(path, "rt", encoding=ENCODING) as file:

@@ -64,9 +64,8 @@ def make_prompts(
             is an error.
 
     Raises:
-        UserError: a row whose `prompt` is a list of messages without dataset.chat, messages that
-            are not a conversation, a chat data set with a tokenizer that has no template, or no row
-            short enough.
+        UserError: a row that gives no prompt, a chat data set with a tokenizer that has no
+            template, or no row short enough.
     """
     every = encode(
         rows,
@@ -267,9 +266,7 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
         mark: applied to the text that comes from the row, not to the recipe's.
 
     Raises:
-        UserError: bytes that are not UTF-8, an empty text, messages without dataset.chat, messages
-            that are not a conversation, or a final assistant message without
-            dataset.final_assistant.
+        UserError: a row that gives no prompt.
     """
     template = prompt_template(config, row)
     name, is_chat = only_field(template), config.chat is True  # "auto" is resolved by now

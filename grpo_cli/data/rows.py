@@ -11,7 +11,6 @@ import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from grpo_cli.config.schema import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
@@ -21,7 +20,6 @@ from grpo_cli.data.files import load_local
 from grpo_cli.errors import UserError, listed, nearest
 
 DATASET = "dataset"  # column with the data set's name in a mixture
-NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Rows:
         return self.rows[name][:]  # type: ignore[call-overload, no-any-return]
 
 
-def load_rows(config: Dataset, split: str, needed: Mapping[str, str] = NONE) -> Rows:
+def load_rows(config: Dataset, split: str, needed: Mapping[str, str] | None = None) -> Rows:
     """Returns the rows of `dataset.train` or `dataset.eval`, checked against the templates.
 
     Args:
@@ -170,7 +168,7 @@ def check_templates(
     table: Any,
     source: str,
     renaming: str = "dataset.columns",
-    needed: Mapping[str, str] = NONE,
+    needed: Mapping[str, str] | None = None,
 ) -> None:
     """Checks templates, given by key, against a nonempty table.
 
@@ -181,9 +179,26 @@ def check_templates(
         UserError: an invalid template, or missing columns.
     """
     named = {name: key for key, text in templates.items() for name in columns_named(text)}
-    check_columns({**named, **needed}, table.column_names, source, renaming)
+    check_columns(named | dict(needed or {}), table.column_names, source, renaming)
+    row, formatter = table[0], string.Formatter()
     for key, template in templates.items():
-        _check_template(key, template, table[0], source)
+        is_conversation = isinstance(row.get(only_field(template) or ""), list)
+        try:
+            template.format_map(row)
+            for _, field, _, conversion in formatter.parse(template):
+                value = formatter.get_field(field, (), row)[0] if field else None
+                if isinstance(value, list | dict) and conversion is None and not is_conversation:
+                    is_list = isinstance(value, list)
+                    kind, index = ("a list", "0") if is_list else ("an object", "KEY")
+                    raise UserError(
+                        f"{key}: {source}: the column {field!r} holds {kind}, which is no text; "
+                        f"name a part of it, as in {{{field}[{index}]}}."
+                    )
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"{key} = {template!r}: is not a template ({error}); write a literal brace twice, "
+                "as in \\boxed{{}}."
+            ) from error
 
 
 def columns_named(template: str) -> list[str]:
@@ -269,22 +284,3 @@ def only_field(template: str) -> str | None:
     """Returns the column of a template that consists of one field only, such as {prompt}."""
     found = re.fullmatch(r"\{([^{}.\[\]:!]+)\}", template)
     return found and found[1]
-
-
-def _check_template(key: str, template: str, row: dict[str, Any], source: str) -> None:
-    is_conversation = isinstance(row.get(only_field(template) or ""), list)
-    try:
-        template.format_map(row)
-        for _, field, _, conversion in string.Formatter().parse(template):
-            value = string.Formatter().get_field(field, (), row)[0] if field else None
-            if isinstance(value, list | dict) and conversion is None and not is_conversation:
-                kind, index = ("a list", "0") if isinstance(value, list) else ("an object", "KEY")
-                raise UserError(
-                    f"{key}: {source}: the column {field!r} holds {kind}, which is no text; name "
-                    f"a part of it, as in {{{field}[{index}]}}."
-                )
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"{key} = {template!r}: is not a template ({error}); "
-            "write a literal brace twice, as in \\boxed{{}}."
-        ) from error

@@ -18,14 +18,7 @@ from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.prompts import PromptStream
-from grpo_cli.data.rows import (
-    NONE,
-    Rows,
-    check_templates,
-    load_hub,
-    prompt_template,
-    rename_columns,
-)
+from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template, rename_columns
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 
@@ -54,11 +47,8 @@ class RowStream:
             yield {name: row.get(names.get(name, name)) for name in self.columns}
 
 
-def open_stream(config: Dataset, needed: Mapping[str, str] = NONE) -> RowStream:
+def open_stream(config: Dataset, needed: Mapping[str, str] | None = None) -> RowStream:
     """Opens `dataset.train` as a stream and checks its first rows against the templates.
-
-    Args:
-        needed: see `load_rows`.
 
     Raises:
         UserError: the data is missing, or its first rows do not fit the templates.

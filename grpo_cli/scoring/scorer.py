@@ -168,11 +168,7 @@ class Scorer:
 
 
 def needed_columns(rewards: Mapping[str, Reward]) -> dict[str, str]:
-    """Returns the columns that rewards need, each with the key of a reward that needs it.
-
-    Raises:
-        UserError: a function is unknown.
-    """
+    """Returns the columns that rewards need, each with the key of a reward that needs it."""
     found: dict[str, str] = {}
     with contextlib.chdir("."):  # undoes a module's own chdir: data paths are still relative
         for name, spec in rewards.items():

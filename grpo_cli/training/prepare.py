@@ -169,12 +169,9 @@ def parts_of(
 
 
 def train_rows_of(
-    recipe: Recipe, needed: Mapping[str, str] = data.NONE
+    recipe: Recipe, needed: Mapping[str, str] | None = None
 ) -> tuple[dict[str, TrainRows], data.Rows | None]:
     """Returns (training data by name, rows held out by `dataset.test_split_size`).
-
-    Args:
-        needed: columns that rewards need, as for `data.load_rows`.
 
     Raises:
         UserError: the data cannot be loaded.
