@@ -1,7 +1,7 @@
 """Exceptions that the command prints as one message, without a traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class _Told(Exception):  # noqa: N818 - its subclasses are errors
@@ -54,6 +54,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def counted(number: int, word: str) -> str:
     """Returns `1 step` or `2 steps`."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def first_three(mistakes: Sequence[str]) -> str:
+    """Joins the first three mistakes, and counts the others."""
+    rest = f"; and {len(mistakes) - 3:,} more" if len(mistakes) > 3 else ""
+    return "; ".join(mistakes[:3]) + rest
 
 
 def listed(names: Iterable[str]) -> str:

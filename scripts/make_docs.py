@@ -1,10 +1,5 @@
-"""Writes the tables in docs/: knobs, memory, model families, and the names of other trainers.
+"""Writes the tables in docs/: knobs, memory, model families, and the names of other trainers."""
 
-python scripts/make_docs.py            rewrite it
-python scripts/make_docs.py --check    only say whether it is up to date (exit code 1: it is not)
-"""
-
-import argparse
 import dataclasses
 import re
 import sys
@@ -90,25 +85,16 @@ Field = dataclasses.Field[Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the tables in docs/.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
-    check: bool = parser.parse_args().check
     for name, table in TABLES.items():
         page = ROOT / "docs" / name
-        old = page.read_text(encoding="utf-8")
-        new = renewed(old, table())
-        if check and new != old:
-            sys.exit(f"docs/{name} is not up to date; run make docs")
-        if not check:
-            page.write_text(new, encoding="utf-8")
+        page.write_text(renewed(page.read_text(encoding="utf-8"), table()), encoding="utf-8")
 
 
 def renewed(page: str, table: str) -> str:
     """Returns the page with another table between its two marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin, f"the page must hold {BEGIN}"
-    assert end, f"the page must hold {END}"
+    assert begin and end, f"the page must hold {BEGIN} and {END}"  # noqa: PT018
     return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +16,7 @@ from grpo_cli.data import stored_completions
 from grpo_cli.errors import UserError
 
 USAGE = """\
-grpo show RUN [--step=N] [--number=K] [--row=N]
+grpo show RUN [--step=N] [--number=K] [--row=N] [--order=worst]
 
 Prints completions that a run or an evaluation has stored, turn by turn: the
 messages of the model, of tools and of environments (dimmed), the reward at each
@@ -37,6 +39,11 @@ class Settings:
     row: int | None = knob(
         None, "Row of the data set, from 0, whose completions to print; null: of all rows.", ge=0
     )
+    order: str = knob(
+        "stored",
+        "Order of the completions: as stored, or by reward, the best or the worst first.",
+        choices=("stored", "best", "worst"),
+    )
 
 
 HELP = USAGE + described(Settings, dashes=True)
@@ -56,6 +63,11 @@ def main(argv: list[str]) -> None:
         samples = [s for s, row in zip(samples, rows, strict=True) if row == settings.row]
         if not samples:
             raise UserError(f"--row = {settings.row}: {path} holds no completions of this row.")
+    if settings.order != "stored":
+        sign = -1 if settings.order == "best" else 1
+        rewards = [s.columns.get("reward") for s in samples]
+        keys = [sign * r if isinstance(r, int | float) else math.inf for r in rewards]
+        samples = [s for _, s in sorted(zip(keys, samples, strict=True), key=itemgetter(0))]
     from grpo_cli.reporting.trajectories import trajectory
 
     console = Console(highlight=False)

@@ -520,6 +520,9 @@ def notices(recipe: Recipe) -> Iterator[str]:
             "loss.normalize = sums with loss.ratio_level = token: LUSPO sums with one ratio a "
             "completion (loss.ratio_level=sequence)."
         )
+    is_scaled = recipe.advantage.rule == "group" and recipe.advantage.scale != "none"
+    if loss.normalize == "constant" and is_scaled:
+        yield "loss.normalize = constant is half of Dr. GRPO; advantage=centered is the other half."
     compared = {
         "loss.sampling_correction": loss.sampling_correction != "none",
         "loss.off_policy_mask": loss.off_policy_mask is not None,

@@ -450,14 +450,16 @@ class Benchmark:
 
 @dataclass
 class Scoring:
-    """Settings of the reward functions' processes."""
+    """Settings of the worker processes that score completions."""
 
     workers: int | None = at_least_1(
         None,
         "Worker processes for rewards with a timeout; null: this process's share of the cores.",
     )
     worker_memory_gb: float | None = above_0(
-        4.0, "Address space of one reward worker process, in GiB; null: no limit."
+        4.0,
+        "Address space of one worker process of rewards, tools or environments, in GiB; null: no "
+        "limit.",
     )
 
 
@@ -569,9 +571,6 @@ class EnvironmentSettings:
         None, "Worker processes of environments and tools; null: one for each core."
     )
     seconds: float = above_0(30.0, "Wall-clock limit of one reset, one step or one call of a tool.")
-    memory_gb: float | None = above_0(
-        4.0, "Address space of each worker process of environments, in GB; null: no limit."
-    )
     max_failed_share: float = at_least_0(
         0.2,
         "Largest share of a step's rollouts that may be left without a reward because their "
@@ -1060,6 +1059,12 @@ class Stop:
     max_kl: float | None = above_0(
         None, "Largest KL to the reference, in nats a token; null: no limit."
     )
+    accuracy: float | None = knob(
+        None,
+        "Held-out accuracy, or value of the metric that eval.best names, at which the run ends; "
+        "null: no limit.",
+        read_if=("eval.every",),
+    )
 
 
 @dataclass
@@ -1184,8 +1189,8 @@ class Recipe:
     )
     epochs: float | None = above_0(
         None,
-        "Length of the run in passes over the training prompts, in place of `steps`; null: `steps` "
-        "decides.",
+        "Length of the run in passes over the training prompts, which replaces `steps`; null: "
+        "`steps` decides.",
         training=True,
     )
     prompts_per_step: int = at_least_1(

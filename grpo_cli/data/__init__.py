@@ -14,6 +14,7 @@ from grpo_cli.data.prompts import (
     mixed,
     other_columns,
     prompt_text,
+    prompt_texts,
     solution_pairs,
 )
 from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows, select_rows
@@ -36,6 +37,7 @@ __all__ = [
     "open_stream",
     "other_columns",
     "prompt_text",
+    "prompt_texts",
     "select_rows",
     "solution_pairs",
 ]

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_cli.config.sources import FORMATS, file_format, is_pattern
-from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.errors import UserError, first_three, listed, nearest
 
 # Skips the byte order mark that Excel and Windows write.
 ENCODING = "utf-8-sig"
@@ -279,6 +279,8 @@ def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
 
 def reason(error: BaseException) -> str:
     """Describes why a file cannot be read, even if the error has no message."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON ({error.msg})"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
@@ -327,38 +329,37 @@ def _keep_text(
 
 
 def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a JSON file: an array, or one object per line."""
+    """Yields the rows of a JSON file, up to a wrong one: an array, or one object per line."""
     opener = gzip.open if path.suffix == ".gz" else open
-    number, start = 0, ""
+    wrong: list[str] = []
     with opener(path, "rt", encoding=ENCODING) as file:
         try:
             start = file.read(1)
             file.seek(0)
             if not start:
                 raise UserError(f"{key} = {path}: the data set is empty.")
-            if start == "[":  # one JSON array
-                for row, values in enumerate(_parse(file.read())):
-                    if not isinstance(values, dict):
-                        raise UserError(f"{key} = {path}, row {row}: must be a JSON object.")
-                    yield values
-                return
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
+            is_array = start == "["
+            items: Iterable[Any] = _parse(file.read()) if is_array else file
+            for number, item in enumerate(items, 0 if is_array else 1):
+                if not is_array and not item.strip():
                     continue
-                values = _parse(line)
-                if not isinstance(values, dict):
-                    raise UserError(f"{key} = {path}, line {number}: must be a JSON object.")
-                yield values
+                try:
+                    values = item if is_array else _parse(item)
+                    if not isinstance(values, dict):
+                        raise ValueError("must be a JSON object")
+                except ValueError as error:
+                    wrong.append(f"{'row' if is_array else 'line'} {number}: {reason(error)}")
+                else:
+                    if not wrong:
+                        yield values
         except json.JSONDecodeError as error:
-            at = number if start != "[" else error.lineno
-            raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
+            wrong.append(f"line {error.lineno}: {reason(error)}")
         except UnicodeDecodeError as error:
             raise _no_utf_8(path, key, error) from error
-        except ValueError as error:  # raised by `_parse`
-            place = f" (line {number})" if number else ""
-            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}{place}.") from error
-        except (OSError, EOFError, MemoryError, RecursionError) as error:  # cut gzip, deep nesting
+        except (OSError, EOFError, ValueError, MemoryError, RecursionError) as error:
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+    if wrong:
+        raise UserError(f"{key} = {path}, {first_three(wrong)}.")
 
 
 def _no_utf_8(path: Path, key: str, error: UnicodeDecodeError) -> UserError:
@@ -411,7 +412,7 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
     """Yields rows with cells as strings: 007 or NA may be an answer."""
     csv.field_size_limit(2**31 - 1)
     opener = gzip.open if path.suffix == ".gz" else open
-    number = -1
+    number, wrong = -1, list[str]()
     try:
         with opener(path, "rt", encoding=ENCODING, newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -423,15 +424,15 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
                     got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
-                    raise UserError(
-                        f"{key} = {path}, row {number}: has {got} fields; the header has "
-                        f"{len(names)}."
-                    )
-                yield row
+                    wrong.append(f"row {number}: has {got} fields")
+                elif not wrong:
+                    yield row
     except UnicodeDecodeError as error:
         raise _no_utf_8(path, key, error) from error
     except (OSError, EOFError, MemoryError, csv.Error) as error:
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+    if wrong:
+        raise UserError(f"{key} = {path}, {first_three(wrong)}; the header has {len(names)}.")
     if number < 0:
         raise UserError(f"{key} = {path}: the data set is empty.")
 

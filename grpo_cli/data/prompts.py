@@ -64,9 +64,8 @@ def make_prompts(
             is an error.
 
     Raises:
-        UserError: a row whose `prompt` is a list of messages without dataset.chat, messages that
-            are not a conversation, a chat data set with a tokenizer that has no template, or no row
-            short enough.
+        UserError: a row that gives no prompt, a chat data set with a tokenizer that has no
+            template, or no row short enough.
     """
     every = encode(
         rows,
@@ -236,7 +235,7 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
         mark: applied to the text that comes from the row.
 
     Raises:
-        ValueError: bytes that are not UTF-8, or a field that does not fit its format specifier.
+        ValueError: null, bytes that are not UTF-8, or what does not fit its format specifier.
     """
     text, of_row, formatter = "", "", string.Formatter()
     for literal, name, spec, conversion in formatter.parse(template):
@@ -245,6 +244,8 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
         if name is None:
             continue
         value, _ = formatter.get_field(name, (), row)
+        if value is None:
+            raise ValueError(f"the column {name!r} is null")
         if isinstance(value, bytes):
             try:
                 value = value.decode()
@@ -265,9 +266,7 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
         mark: applied to the text that comes from the row, not to the recipe's.
 
     Raises:
-        UserError: bytes that are not UTF-8, an empty text, messages without dataset.chat, messages
-            that are not a conversation, or a final assistant message without
-            dataset.final_assistant.
+        UserError: a row that gives no prompt.
     """
     template = prompt_template(config, row)
     name, is_chat = only_field(template), config.chat is True  # "auto" is resolved by now
@@ -283,7 +282,7 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
     else:
         try:
             text = fill(template, row, mark)
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise UserError(f"dataset.prompt: row {number}: {error}.") from error
         if not is_chat:
             if not text:
@@ -298,6 +297,25 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
             )
         messages.insert(0, {"role": "system", "content": config.system})
     return messages
+
+
+def prompt_texts(rows: Rows, config: Dataset) -> list[Any]:
+    """Returns the `prompt_text` of each row.
+
+    Raises:
+        UserError: the mistakes of the first three wrong rows, and the number of all.
+    """
+    texts, wrong = [], []
+    for number, row in enumerate(rows.rows):
+        try:
+            texts.append(prompt_text(row, config, rows.line(number)))
+        except UserError as error:
+            wrong.append(str(error))
+    if len(wrong) > 1:
+        wrong[3:] = [f"{len(wrong):,} of {len(rows.rows):,} rows of {rows.source} are no prompts."]
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return texts
 
 
 def _conversation(

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_cli.config.schema import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
-from grpo_cli.data.files import Table, load_local
+from grpo_cli.data.files import load_local
 from grpo_cli.errors import UserError, listed, nearest
 
 DATASET = "dataset"  # column with the data set's name in a mixture
@@ -44,11 +44,12 @@ class Rows:
         return self.rows[name][:]  # type: ignore[call-overload, no-any-return]
 
 
-def load_rows(config: Dataset, split: str) -> Rows:
+def load_rows(config: Dataset, split: str, needed: Mapping[str, str] | None = None) -> Rows:
     """Returns the rows of `dataset.train` or `dataset.eval`, checked against the templates.
 
     Args:
         split: "train" or "eval".
+        needed: further columns that must be there, each with the key that needs it.
 
     Raises:
         UserError: a missing file, a malformed line, a missing column, no rows.
@@ -62,10 +63,10 @@ def load_rows(config: Dataset, split: str) -> Rows:
     table = rename_columns(table, config.columns, source, "dataset.columns")
     limit = config.train_limit if split == "train" else config.eval_limit
     table = first_rows(table, limit, source, key)
-    templates = {"dataset.prompt": prompt_template(config, table.column_names, source)}
+    templates = {"dataset.prompt": prompt_template(config, table.column_names)}
     if config.solution is not None and split == "train":
         templates["dataset.solution"] = config.solution
-    check_templates(templates, table, source, key)
+    check_templates(templates, table, f"{key} = {source}", needed=needed)
     return Rows(source, table.column_names, table)
 
 
@@ -94,11 +95,11 @@ def load_named(part: NamedRows, whole: Dataset, key: str) -> tuple[Rows, Dataset
         )
     table = first_rows(table, part.limit, source, f"{key}.data")
     template_key = f"{key}.prompt" if part.prompt is not None else "dataset.prompt"
-    templates = {template_key: prompt_template(config, table.column_names, source, template_key)}
+    templates = {template_key: prompt_template(config, table.column_names)}
     if config.solution is not None and isinstance(part, MixturePart):
         solution_key = f"{key}.solution" if solution is not None else "dataset.solution"
         templates[solution_key] = config.solution
-    check_templates(templates, table, source, f"{key}.data")
+    check_templates(templates, table, f"{key}.data = {source}", renaming)
     return Rows(source, table.column_names, table), config
 
 
@@ -162,27 +163,75 @@ def first_rows(table: Any, limit: int | None, source: str, key: str) -> Any:
     return table.select(range(count)) if count < len(table) else table
 
 
-def check_templates(templates: Mapping[str, str], table: Any, source: str, key: str) -> None:
+def check_templates(
+    templates: Mapping[str, str],
+    table: Any,
+    source: str,
+    renaming: str = "dataset.columns",
+    needed: Mapping[str, str] | None = None,
+) -> None:
     """Checks templates, given by key, against a nonempty table.
 
     Args:
-        key: name of the source in error messages.
+        source, renaming, needed: see `check_columns`.
 
     Raises:
-        UserError: an invalid template, a missing column, or a column with a null in some row.
+        UserError: an invalid template, or missing columns.
     """
-    for template_key, template in templates.items():
-        _check_template(template_key, template, table[0], source)
-        for _, name, _, _ in string.Formatter().parse(template):
-            if name not in table.column_names:
-                continue
-            if not isinstance(table, Table) and not table.data.column(name).null_count:
-                continue  # columns of messages may hold pictures, so they are not read
-            if None in (cells := table[name][:]):
-                raise UserError(
-                    f"{key} = {source}, row {cells.index(None)}: the column {name!r}, which "
-                    f"{template_key} names, is null."
-                )
+    named = {name: key for key, text in templates.items() for name in columns_named(text)}
+    check_columns(named | dict(needed or {}), table.column_names, source, renaming)
+    row, formatter = table[0], string.Formatter()
+    for key, template in templates.items():
+        is_conversation = isinstance(row.get(only_field(template) or ""), list)
+        try:
+            template.format_map(row)
+            for _, field, _, conversion in formatter.parse(template):
+                value = formatter.get_field(field, (), row)[0] if field else None
+                if isinstance(value, list | dict) and conversion is None and not is_conversation:
+                    is_list = isinstance(value, list)
+                    kind, index = ("a list", "0") if is_list else ("an object", "KEY")
+                    raise UserError(
+                        f"{key}: {source}: the column {field!r} holds {kind}, which is no text; "
+                        f"name a part of it, as in {{{field}[{index}]}}."
+                    )
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"{key} = {template!r}: is not a template ({error}); write a literal brace twice, "
+                "as in \\boxed{{}}."
+            ) from error
+
+
+def columns_named(template: str) -> list[str]:
+    """Returns the columns that a template names; none if it is no template."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field]
+    except ValueError:
+        return []
+    return list(dict.fromkeys(re.split(r"[.\[]", field)[0] for field in fields))
+
+
+def check_columns(
+    needed: Mapping[str, str], columns: Collection[str], source: str, renaming: str
+) -> None:
+    """Checks that the columns are there that prompts, solutions and rewards need.
+
+    Args:
+        needed: each column with the key that needs it.
+        source: the data, for the message.
+        renaming: the key that renames columns, for the message.
+
+    Raises:
+        UserError: columns are missing; the message names all of them.
+    """
+    if missing := [name for name in needed if name not in columns]:
+        shown = ", ".join(f"{name!r} ({needed[name]})" for name in missing)
+        prompt = "dataset.prompt"
+        keys = (prompt if needed[name] == prompt else f"{renaming}.{name}" for name in missing)
+        hints = "".join(nearest(name, columns) for name in missing)
+        raise UserError(
+            f"{source}: lacks the column{'s' if len(missing) > 1 else ''} {shown}; it has "
+            f"{listed(columns)}.{hints} Set {'=COLUMN '.join(keys)}=COLUMN."
+        )
 
 
 def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) -> Any:
@@ -222,61 +271,16 @@ def load_hub(
         ) from error
 
 
-def prompt_template(
-    config: Dataset, columns: Collection[str], source: str = "", key: str = "dataset.prompt"
-) -> str:
-    """Returns the template of the prompt, from a template, the name of a column or null.
-
-    Args:
-        key: the key that names the template, for error messages.
-
-    Raises:
-        UserError: the prompt is no template, and no column either.
-    """
+def prompt_template(config: Dataset, columns: Collection[str]) -> str:
+    """Returns the template of the prompt, from a template, the name of a column or null."""
     given = config.prompt
     if given is not None and ("{" in given or "}" in given):
         return given
     names = PROMPT_COLUMNS if given is None else (given,)
-    found = next((name for name in names if name in columns), None)
-    if found is not None:
-        return f"{{{found}}}"
-    if given is None:
-        raise UserError(
-            f"{key}: {source} has no column {', '.join(names[:-1])} or {names[-1]}; it has "
-            f"{listed(columns)}. Name the column of the prompt: {key}=COLUMN."
-        )
-    raise UserError(
-        f"{key} = {given!r}: {source} has no such column; it has {listed(columns)}. A template has "
-        f"its columns in braces, such as {{question}}.{nearest(given, columns)}"
-    )
+    return f"{{{next((name for name in names if name in columns), names[0])}}}"
 
 
 def only_field(template: str) -> str | None:
     """Returns the column of a template that consists of one field only, such as {prompt}."""
     found = re.fullmatch(r"\{([^{}.\[\]:!]+)\}", template)
     return found and found[1]
-
-
-def _check_template(key: str, template: str, row: dict[str, Any], source: str) -> None:
-    is_conversation = isinstance(row.get(only_field(template) or ""), list)
-    try:
-        template.format_map(row)
-        for _, field, _, conversion in string.Formatter().parse(template):
-            value = string.Formatter().get_field(field, (), row)[0] if field else None
-            if isinstance(value, list | dict) and conversion is None and not is_conversation:
-                kind, index = ("a list", "0") if isinstance(value, list) else ("an object", "KEY")
-                raise UserError(
-                    f"{key}: the column {field!r} of {source} holds {kind}, which is no text; name "
-                    f"a part of it, as in {{{field}[{index}]}}."
-                )
-    except KeyError as error:
-        name = str(error.args[0])
-        raise UserError(
-            f"{key}: the template names a column {name!r} that {source} lacks; "
-            f"it has {listed(row)}.{nearest(name, row)}"
-        ) from error
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"{key} = {template!r}: is not a template ({error}); "
-            "write a literal brace twice, as in \\boxed{{}}."
-        ) from error

@@ -9,9 +9,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-import string
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +47,7 @@ class RowStream:
             yield {name: row.get(names.get(name, name)) for name in self.columns}
 
 
-def open_stream(config: Dataset) -> RowStream:
+def open_stream(config: Dataset, needed: Mapping[str, str] | None = None) -> RowStream:
     """Opens `dataset.train` as a stream and checks its first rows against the templates.
 
     Raises:
@@ -63,8 +62,8 @@ def open_stream(config: Dataset) -> RowStream:
         raise UserError(f"dataset.train = {source}: the data set is empty.")
     table = files.Table(rows, list(dict.fromkeys(name for row in rows for name in row)))
     table = rename_columns(table, config.columns, source, "dataset.columns")
-    template = prompt_template(config, table.column_names, source)
-    check_templates({"dataset.prompt": template}, table, source, "dataset.train")
+    templates = {"dataset.prompt": prompt_template(config, table.column_names)}
+    check_templates(templates, table, f"dataset.train = {source}", needed=needed)
     first = Rows(source, table.column_names, list(table))
     return RowStream(source, table.column_names, first, config)
 
@@ -228,7 +227,6 @@ class StreamedPrompts(PromptStream):
         lines = range(block.row, block.row + len(rows))
         found = Rows(self.rows.source, self.rows.columns, rows, lines)
         try:
-            _check_null(found, prompt_template(self.rows.config, found.columns))
             prompts = self.make_prompts(found, bool(self.blocks))
         except UserError as error:
             if not self.blocks:
@@ -237,14 +235,3 @@ class StreamedPrompts(PromptStream):
         if self.shuffle:
             random.Random(f"{self.seed}/{block.epoch}/{block.row}").shuffle(prompts)
         return prompts
-
-
-def _check_null(rows: Rows, template: str) -> None:
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name in rows.columns]
-    for number, row in enumerate(rows.rows):
-        for name in names:
-            if row[name] is None:
-                raise UserError(
-                    f"dataset.train = {rows.source}, row {rows.line(number)}: the column {name!r}, "
-                    "which dataset.prompt names, is null."
-                )

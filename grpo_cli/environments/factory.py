@@ -47,7 +47,7 @@ def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) ->
         environment = dataclasses.replace(environment, path=recipe.rollout)
     elif not recipe.has_environment:
         return None
-    sessions = Sessions(environment, recipe.tools)
+    sessions = Sessions(environment, recipe.tools, recipe.scoring.worker_memory_gb)
     try:
         for name, row in first_rows(sessions, parts).items():
             sessions.try_out(name, row)

@@ -110,17 +110,21 @@ class Sessions(Workers[_Worker]):
     Args:
         settings: the recipe's `environment`.
         tools: the recipe's `tools`.
+        memory_gb: address space of each worker process, in GiB; None: no limit.
     """
 
     module = "grpo_cli.environments.session_worker"
     worker_type = _Worker
 
     def __init__(
-        self, settings: EnvironmentSettings, tools: Mapping[str, str] | None = None
+        self,
+        settings: EnvironmentSettings,
+        tools: Mapping[str, str] | None = None,
+        memory_gb: float | None = 4.0,
     ) -> None:
         self.spec = Spec(**vars(settings), tools=dict(tools or {}))
         self._numbers = itertools.count(1)
-        super().__init__("environments", settings.workers or own_cores(), settings.memory_gb)
+        super().__init__("environments", settings.workers or own_cores(), memory_gb)
 
     def open(self, name: str, row: Mapping[str, Any], seed: int) -> Session:
         """Returns a new session, whose first call must be `reset`.

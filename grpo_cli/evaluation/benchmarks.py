@@ -10,8 +10,7 @@ Nothing here imports torch or transformers: a mistake in the data is reported be
 from __future__ import annotations
 
 import dataclasses
-import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, encode, fill, unchanged
-from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.errors import UserError, listed
 from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
@@ -56,28 +55,25 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
     key, source = f"benchmark.{name}", config.data
     table = tables.load_table(source, config.subset, config.split, f"{key}.data")
     table = rename_columns(table, name, config, source)
-    check_breakdown(name, config, table.column_names, source)
     table = tables.first_rows(table, limit, source, f"{key}.data")
     templates = {f"{key}.modes.{mode}.prompt": t for mode, t in config.prompts.items()}
-    for column in named_by(templates.values()):
-        _check_column(column, table.column_names, name, source, f"{key}: a template")
-    tables.check_templates(templates, table, source, f"{key}.data")
+    needed = breakdown_columns(name, config)
+    needed |= dict.fromkeys(needed_columns(name, config), f"{key}.reward")
+    source_key = f"{key}.data = {source}"
+    tables.check_templates(templates, table, source_key, f"{key}.columns", needed)
     for template_key, template in templates.items():
-        if not named_by([template]):
+        if not tables.columns_named(template):
             raise UserError(
                 f"{template_key} = {template!r}: names no column of the data; write one in braces, "
                 f"as {{question}}; {source} has {listed(table.column_names)}."
             )
-    for column in needed_columns(name, config):
-        who = f"{key}.reward: {config.reward}"
-        _check_column(column, table.column_names, name, source, who)
-    for column in gold_columns(name, config):
+    gold = gold_columns(name, config)
+    named = [column for text in templates.values() for column in tables.columns_named(text)]
+    for column in dict.fromkeys([*gold, *named]):
         for number, cell in enumerate(table[column][:]):
-            if is_missing(cell):
-                raise UserError(
-                    f"{key}.data = {source}, row {number}: the column {column!r}, which the reward "
-                    f"{config.reward} needs, is {'null' if cell is None else 'empty'}."
-                )
+            if cell is None or (column in gold and is_missing(cell)):
+                empty = "null" if cell is None else "empty"
+                raise UserError(f"{source_key}, row {number}: the column {column!r} is {empty}.")
     return data.Rows(source, table.column_names, table)
 
 
@@ -100,25 +96,14 @@ def rename_columns(table: Any, name: str, config: Benchmark, source: str) -> Any
     return tables.rename_columns(table, names, source, f"benchmark.{name}.columns")
 
 
-def check_breakdown(
-    name: str, config: Benchmark, there: Sequence[str], source: str, renaming: str = ""
-) -> None:
-    """Checks that the data has the columns by which the user breaks the accuracy down.
+def breakdown_columns(name: str, config: Benchmark) -> dict[str, str]:
+    """Returns the columns by which the user breaks the accuracy down, each with its key.
 
     A file that replaces a shipped benchmark's data may lack the columns of the shipped breakdown.
-
-    Args:
-        there: the data's columns.
-        renaming: the key that renames columns; "": the benchmark's `columns`.
-
-    Raises:
-        UserError: a column is missing.
     """
     shipped = shipped_entry(name).get("breakdown", ())
-    for column in config.breakdown:
-        if column not in shipped:
-            who = f"benchmark.{name}.breakdown"
-            _check_column(column, there, name, source, who, renaming)
+    own = [column for column in config.breakdown if column not in shipped]
+    return dict.fromkeys(own, f"benchmark.{name}.breakdown")
 
 
 def shipped_entry(name: str) -> dict[str, Any]:
@@ -152,35 +137,6 @@ def needed_columns(name: str, config: Benchmark) -> list[str]:
 def is_missing(cell: Any) -> bool:
     """Returns whether a gold answer is missing: null, blank, or an empty list of tests."""
     return cell is None or (isinstance(cell, (str, list)) and not len(cell)) or str(cell).isspace()
-
-
-def named_by(templates: Iterable[str]) -> list[str]:
-    """Returns the column names in templates; an invalid template contributes none."""
-    names: list[str] = []
-    for template in templates:
-        try:
-            fields = [field for _, field, _, _ in string.Formatter().parse(template) if field]
-        except ValueError:
-            continue
-        names += [field.partition("[")[0].partition(".")[0] for field in fields]
-    return list(dict.fromkeys(names))
-
-
-def _check_column(
-    column: str,
-    there: Sequence[str],
-    name: str,
-    source: str,
-    who_needs_it: str,
-    renaming: str = "",
-) -> None:
-    if column not in there:
-        raise UserError(
-            f"{who_needs_it} needs the column {column!r}, which {source} lacks; it has "
-            f"{listed(there)}. Rename one with "
-            f"{renaming or f'benchmark.{name}.columns'}.{column}=NAME."
-            f"{nearest(column, there)}"
-        )
 
 
 def problem_text(
@@ -233,7 +189,7 @@ def check_examples(name: str, config: Benchmark, mode: str) -> None:
             f"have {mode}, their solution in that mode."
         )
     for number, one in enumerate(shown):
-        for column in named_by([config.prompts[mode]]):
+        for column in tables.columns_named(config.prompts[mode]):
             if column not in one:
                 raise UserError(
                     f"benchmark.{name}.examples: number {number}, counted from 0, lacks "

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_cli import data
 from grpo_cli.config.schema import Benchmark
 from grpo_cli.data import images
+from grpo_cli.data.rows import check_columns, columns_named
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
@@ -99,7 +100,8 @@ def load(
     else:
         rows = benchmarks.load(name, config)
         problems = _joined(samples, rows, path, name, config, limit)
-    benchmarks.check_breakdown(name, config, [*problems[0][1]], str(path), "columns")
+    needed = benchmarks.breakdown_columns(name, config)
+    check_columns(needed, problems[0][1], str(path), "columns")
     problems = [p for p in sorted(problems, key=itemgetter(0)) if limit is None or p[0] < limit]
     if not problems:
         raise UserError(f"completions = {path}: none is of the first {limit} rows of {name}.")
@@ -311,7 +313,7 @@ def _problem_text(
     for one, template in config.prompts.items():
         if mode not in (None, one):
             continue
-        if all(column in columns for column in benchmarks.named_by([template])):
+        if all(column in columns for column in columns_named(template)):
             plain = dataclasses.replace(config, chat=False, shots=0)
             return str(benchmarks.problem_text(plain, one, columns))
     if config.args.get("continues_prompt"):

@@ -155,7 +155,7 @@ def text_of(
     without = "" if job.sizes.activations is not None else ", activations not counted"
     lines = [
         f"{job.recipe.recipe}: {number(job.sizes.parameters)} parameters on {several} "
-        f"({gb(job.device.memory)} of memory counted each)",
+        f"(assuming {gb(job.device.memory)} usable on each)",
         "",
         f"memory of one process: {gb(plan.peak)}{without}, in {plan.peak_stage}: {FITS[plan.fits]}",
     ]

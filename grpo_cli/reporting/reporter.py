@@ -88,8 +88,12 @@ class Reporter:
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
         if "eval/accuracy" in metrics:
             shown += f"  held-out {metrics[f'eval/{measure_of(metrics)}']:.3f}"
-        evaluated = "eval/accuracy" in metrics
-        self.progress.update(step, shown, below=times(metrics), always=evaluated)
+        below, cut = times(metrics), metrics.get("completions/clipped_ratio", 0.0)
+        if cut > 0.5:
+            below = (
+                f"{cut:.0%} of completions cut off by generation.max_completion_tokens | {below}"
+            )
+        self.progress.update(step, shown, below=below, always="eval/accuracy" in metrics)
 
     def alarmed(self, step: int, kind: str, raised: Sequence[Raised]) -> None:
         """Prints alarms, or the rule that ends the run, and adds them to alarms.jsonl.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data import Rows, images, other_columns, stored_completions
+from grpo_cli.data.rows import check_columns
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
@@ -85,11 +86,9 @@ class Scorer:
             UserError: a function is unknown, gets an argument it does not take, needs a missing
                 column, has a setting that it does not read, or cannot run here.
         """
+        check_columns(needed_columns(rewards), columns, source, renaming)
         self.executor = executor or RewardExecutor(Scoring())
-        self.rewards = {
-            name: bind_reward(name, spec, columns, source, run or {}, renaming)
-            for name, spec in rewards.items()
-        }
+        self.rewards = {name: bind_reward(name, spec, run or {}) for name, spec in rewards.items()}
         for reward in self.rewards.values():
             if reward.timeout is not None and not reward.is_async:
                 module = reward.path.partition(":")[0]
@@ -169,14 +168,18 @@ class Scorer:
                 raise UserError(f"reward.{name}: {error}") from error
 
 
-def bind_reward(
-    name: str,
-    spec: Reward,
-    columns: Sequence[str],
-    source: str,
-    run: Mapping[str, Any],
-    renaming: str,
-) -> BoundReward:
+def needed_columns(rewards: Mapping[str, Reward]) -> dict[str, str]:
+    """Returns the columns that rewards need, each with the key of a reward that needs it."""
+    found: dict[str, str] = {}
+    with contextlib.chdir("."):  # undoes a module's own chdir: data paths are still relative
+        for name, spec in rewards.items():
+            function = resolve(spec.function, f"reward.{name}.function")
+            required = Signature.of(function).required
+            found |= {c: f"reward.{name}" for c in required if c not in spec.args}
+    return found
+
+
+def bind_reward(name: str, spec: Reward, run: Mapping[str, Any]) -> BoundReward:
     """Binds a recipe's entry to its function.
 
     Raises:
@@ -187,13 +190,6 @@ def bind_reward(
     arguments = {key: value for key, value in run.items() if key in signature.arguments}
     arguments |= spec.args
     _check_arguments(name, spec, signature, arguments)
-    missing = [c for c in signature.required if c not in columns and c not in spec.args]
-    if missing:
-        raise UserError(
-            f"reward.{name}: {spec.function} needs the column {missing[0]!r}, which "
-            f"{source} lacks; it has {listed(columns)}. Rename one with "
-            f"{renaming}.{missing[0]}=NAME."
-        )
     # An async function, or an object with an async __call__.
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     timeout = _timeout(name, spec, traits.timeout, is_async)

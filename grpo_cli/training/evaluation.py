@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.evaluation.summary import as_metrics
 from grpo_cli.reporting.metric_names import measure_of
-from grpo_cli.training.run import Run, State
+from grpo_cli.training.run import Run
 
 
 def is_due(run: Run) -> bool:
@@ -53,16 +51,9 @@ def evaluate(run: Run) -> dict[str, float]:
             )
     if value is None:  # no reason to lose the trained steps
         run.reporter.say(f"note: eval.best = {best}: there is no such number")
-    elif is_better(value, state):
+    elif value > state.best_value:
         state.best_value, state.best_step, state.worse = value, state.step, 0
     else:
         state.worse += 1
     run.callbacks.evaluated(run, metrics)
     return metrics
-
-
-def is_better(value: float, state: State) -> bool:
-    """Returns whether a value of `eval.best` is better than the best one so far."""
-    if math.isnan(value) or state.best_step is None:
-        return not math.isnan(value)
-    return value > state.best_value

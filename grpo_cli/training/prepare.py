@@ -22,14 +22,14 @@ from grpo_cli.config.schema import ADAM, Dataset, Recipe, Reward
 from grpo_cli.data import images
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.environments import factory as environments
-from grpo_cli.errors import UserError, counted, nearest
+from grpo_cli.errors import UserError, counted, first_three, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.generation.vllm import lora
 from grpo_cli.images import ImageError
 from grpo_cli.reporting import tracking
 from grpo_cli.scoring.calls import RewardExecutor
-from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.scoring.scorer import Scorer, needed_columns
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -131,9 +131,10 @@ def for_training(recipe: Recipe) -> Prepared:
     check_adapter(recipe)
     with contextlib.chdir("."):  # undoes a module's own chdir: data paths are still relative
         callbacks = callback_loading.load(recipe.callbacks)
-    train, eval_rows = train_rows_of(recipe)
+    needed = needed_columns(recipe.reward)
+    train, eval_rows = train_rows_of(recipe, needed)
     if recipe.dataset.eval and not recipe.benchmark:
-        eval_rows = data.load_rows(recipe.dataset, "eval")
+        eval_rows = data.load_rows(recipe.dataset, "eval", needed)
     limited = [name for name, reward in recipe.reward.items() if reward.datasets]
     if limited and "" in train and data.DATASET not in train[""].rows.columns:
         raise UserError(
@@ -167,7 +168,9 @@ def parts_of(
     return [(part.rows, part.dataset) for part in every]
 
 
-def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | None]:
+def train_rows_of(
+    recipe: Recipe, needed: Mapping[str, str] | None = None
+) -> tuple[dict[str, TrainRows], data.Rows | None]:
     """Returns (training data by name, rows held out by `dataset.test_split_size`).
 
     Raises:
@@ -179,12 +182,12 @@ def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | Non
         rows, config = data.load_named(part, dataset, f"dataset.mixture.{name}")
         train[name] = TrainRows(rows, config, part.weight)
     if dataset.streaming:
-        stream = data.open_stream(dataset)
+        stream = data.open_stream(dataset, needed)
         at = dataclasses.replace(dataset, train=sources.absolute(stream.source))
         stream = dataclasses.replace(stream, config=at)  # its files are opened again later
         train[""] = TrainRows(stream.first, dataset, stream=stream)
     if not train:
-        rows = data.load_rows(dataset, "train")
+        rows = data.load_rows(dataset, "train", needed)
         if dataset.test_split_size is not None:
             rows, held_out = data.hold_out(rows, dataset)
         train[""] = TrainRows(rows, dataset)
@@ -381,7 +384,7 @@ def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
     refused = scorer.refused(rows)
     if not refused:
         return rows
-    few = "; ".join(f"row {rows.line(n)}: {why.rstrip('.')}" for n, why in [*refused.items()][:3])
+    few = first_three([f"row {rows.line(n)}: {why.rstrip('.')}" for n, why in refused.items()])
     said = f"{rows.source}: {len(refused):,} of {len(rows.rows):,} rows cannot be scored. {few}."
     if dataset.bad_rows == "stop":
         raise UserError(f"{said} dataset.bad_rows=drop leaves such rows out.")
@@ -403,9 +406,9 @@ def first_sample(
         UserError: an image of the first row cannot be read, and dataset.bad_rows=stop.
     """
     episode = MADE_UP_EPISODE if recipe.has_episodes else None
-    for number, row in enumerate(rows.rows):
+    texts = data.prompt_texts(rows, dataset)
+    for number, (row, prompt) in enumerate(zip(rows.rows, texts, strict=True)):
         line = rows.line(number)
-        prompt = data.prompt_text(row, dataset, line)
         of_row = images.of_row(rows, number, row, prompt, dataset.max_pixels)
         columns = {**data.other_columns(row), **more, **data.other_columns(of_row.columns)}
         try:

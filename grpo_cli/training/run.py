@@ -98,6 +98,13 @@ class Run:
                 f"no better eval/{self.recipe.eval.best} than {state.best_value:.3f} at step "
                 f"{state.best_step} in {state.worse} evaluations (eval.patience = {patience})",
             )
+        wanted = self.recipe.stop.accuracy
+        if wanted is not None and state.best_value >= wanted:
+            return Reason(
+                "stop.accuracy",
+                f"eval/{self.recipe.eval.best} is {state.best_value:.3f} at step "
+                f"{state.best_step} (stop.accuracy = {wanted:g})",
+            )
         if state.stop_reason is not None:
             rule, _, why = state.stop_reason.partition(": ")
             return Reason(rule, f"{why} ({rule})")

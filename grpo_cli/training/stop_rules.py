@@ -34,7 +34,6 @@ class StopRules:
     no_gradient: int = 0  # steps in a row in which no completion had an advantage
     hours: float = 0.0  # up to the last step
     high_kl: int = 0  # measurements in a row at or above max_kl
-    kl: float = math.nan  # the last measurement
 
     @property
     def reason(self) -> Reason | None:
@@ -49,11 +48,8 @@ class StopRules:
             why = f"{self.hours:.3g} hours are spent (stop.hours = {config.hours:g})"
             return Reason("stop.hours", why)
         if config.max_kl is not None and self.high_kl >= KL_STEPS:
-            why = f"the KL to the reference is {self.kl:.3g} nats a token"
-            return Reason(
-                "stop.max_kl",
-                f"{why}, the last of {KL_STEPS} above (stop.max_kl = {config.max_kl:g})",
-            )
+            why = f"the KL to the reference was too high in {KL_STEPS} measurements in a row"
+            return Reason("stop.max_kl", f"{why} (stop.max_kl = {config.max_kl:g})")
         return None
 
     def follow_step(self, metrics: Mapping[str, float], seconds: float, workers: Workers) -> None:
@@ -68,7 +64,7 @@ class StopRules:
             self.no_gradient = self.no_gradient + 1 if metrics[ZERO_ADVANTAGE] == 1 else 0
         kl, limit = metrics.get("kl", math.nan), self.config.max_kl
         if limit is not None and not math.isnan(kl):
-            self.kl, self.high_kl = kl, self.high_kl + 1 if kl >= limit else 0
+            self.high_kl = self.high_kl + 1 if kl >= limit else 0
 
     def to_state(self) -> dict[str, Any]:
         """Returns the counts for a checkpoint, as plain values."""

@@ -64,8 +64,8 @@ def test_the_label_is_not_shown_to_the_reward(grpo: Grpo, tmp_path: Path) -> Non
     words = ["input=c.jsonl", "columns.completion=text", "columns.answer=right", "label=answer"]
     code, _, err = grpo("score", "reward=exact_match", *words)
     assert code == 2
-    assert "needs the column 'answer'" in err
-    assert "Rename one with columns.answer=NAME" in err
+    assert "lacks the column 'answer'" in err
+    assert "Set columns.answer=COLUMN" in err
 
 
 def sometimes(completions: list[str]) -> list[float]:

@@ -1,5 +1,7 @@
 """`grpo show`: which completions are printed."""
 
+import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +18,10 @@ def show(grpo: Grpo) -> Grpo:
     """Runs a command line in a folder with a run that has stored completions of two steps."""
     for step in (1, 20):
         groups = []
-        for row in (4, 7):
+        for row, rewards in ((4, (math.nan, 0.5)), (7, (0.9, -1.0))):
             rollouts = [make_episode((0.5, None)), make_rollout(text=f"plain {step}", row=row)]
             rollouts[0].prompt = rollouts[1].prompt
+            rollouts[0].reward, rollouts[1].reward = rewards
             groups.append(make_group(row, rollouts))
         rows = [completion_row(step, g, i) for g in groups for i in range(2)]
         write_parquet(Path("run/completions") / f"step-{step}.parquet", rows)
@@ -42,3 +45,10 @@ def test_a_step_a_row_and_a_file(show: Grpo) -> None:
     assert "plain 1\n" in out
     assert out.endswith("2 of 2 completions in run/completions/step-1.parquet\n")
     assert show("run/completions/step-1.parquet")[1].count("step 1 ·") == 3
+
+
+@pytest.mark.parametrize(("order", "numbers"), [("best", "0.9 0.5 -1"), ("worst", "-1 0.5 0.9")])
+def test_by_reward(show: Grpo, order: str, numbers: str) -> None:
+    _, out, _ = show("run", f"--order={order}", "--number=4")
+    found = re.findall(r"· (no reward|reward \S+)", out)
+    assert found == [*(f"reward {number}" for number in numbers.split()), "no reward"]

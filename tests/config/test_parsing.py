@@ -312,6 +312,7 @@ BESIDES: dict[str, dict[str, Any]] = {
     "adapter.sync": {"adapter.method": "lora"},
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},
     "eval.patience": {"dataset.eval": "a.jsonl"},
+    "stop.accuracy": {"dataset.eval": "a.jsonl"},
     "stop.max_kl": {"loss.beta": 0.1},
     "generation.vllm.in_flight": SERVERS,
     **{k: WITH_PROGRAMS for k, (other, *_) in READ_IF.items() if other == "eval.mode"},
@@ -657,6 +658,8 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
         ),
         ({"loss.ratio_level": "sequence", "loss.normalize": "completions"}, None),
         ({"loss.ratio_level": "sequence", "loss.normalize": "sums"}, None),
+        ({"loss.normalize": "constant"}, "loss.normalize = constant is half of Dr. GRPO"),
+        ({"loss.normalize": "constant", "advantage.scale": "none"}, None),
         ({"loss.normalize": "sums"}, "loss.normalize = sums with loss.ratio_level = token: LUSPO"),
         (
             {"steps": 5, "log.keep_steps": [5, 6]},

@@ -16,6 +16,7 @@ from grpo_cli.data import (
     hold_out,
     load_rows,
     make_prompts,
+    prompt_texts,
     solution_pairs,
 )
 from grpo_cli.data.prompts import epoch_order
@@ -150,37 +151,15 @@ def test_a_packages_file_is_found_from_anywhere(
     assert path.is_file()
 
 
-@pytest.mark.parametrize(
-    ("source", "is_file"),
-    [
-        ("openai/gsm8k", False),
-        ("gsm8k", False),
-        ("./gsm8k", True),
-        ("/data/gsm8k", True),
-        ("~/gsm8k", True),
-        ("rows.jsonl", True),
-        ("some/rows.json.gz", True),
-    ],
-)
-def test_what_is_a_file_and_what_a_hub_name(source: str, is_file: bool) -> None:
-    assert (local_path(source) is not None) == is_file
+def test_what_is_a_file_and_what_a_hub_name() -> None:
+    files = ["./gsm8k", "/data/gsm8k", "~/gsm8k", "rows.jsonl", "some/rows.json.gz"]
+    assert [name for name in ("openai/gsm8k", "gsm8k", *files) if local_path(name)] == files
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("a.jsonl", "json"),
-        ("a.JSON", "json"),
-        ("a.v2.jsonl.gz", "json"),
-        ("a.csv.gz", "csv"),
-        ("a.parquet", "parquet"),
-        ("a.txt", None),
-        ("a.gz", None),
-        ("a", None),
-    ],
-)
-def test_file_format(name: str, kind: str | None) -> None:
-    assert file_format(Path(name)) == kind
+def test_file_format() -> None:
+    names = {"json": ["a.jsonl", "a.JSON", "a.v2.jsonl.gz"], "csv": ["a.csv.gz"]}
+    for kind, found in {**names, "parquet": ["a.parquet"], None: ["a.txt", "a.gz", "a"]}.items():
+        assert {file_format(Path(name)) for name in found} == {kind}
 
 
 def test_renamed_columns(jsonl: Path) -> None:
@@ -227,7 +206,12 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
             ", line 3: malformed JSON (Expecting value).",
         ),
         ("a.jsonl", '{"question": 1}\n[1]\n', ", line 2: must be a JSON object."),
-        ("a.jsonl", '"question"\n', ", line 1: must be a JSON object."),
+        (
+            "a.jsonl",
+            '"question"\n{"question": 1}\n{\n2\n3\n',
+            ", line 1: must be a JSON object; line 3: malformed JSON (Expecting property name "
+            "enclosed in double quotes); line 4: must be a JSON object; and 1 more.",
+        ),
         ("a.json", '[\n{"question": 1},\n]', ", line 3: malformed JSON ("),
         ("a.jsonl", "", ": the data set is empty."),
         ("a.json", "[]", ": the data set is empty."),
@@ -261,10 +245,15 @@ def test_rename_of_a_missing_column(jsonl: Path) -> None:
 
 
 def test_template_with_a_column_that_is_not_there(jsonl: Path) -> None:
-    said = message(config(jsonl, prompt="{questions}"))
-    assert said.startswith("dataset.prompt: the template names a column 'questions' that ")
-    assert said.endswith("it has answer, level, question. Did you mean question?")
-    assert "dataset.solution: the" in message(config(jsonl, solution="{rationale}"))
+    both = config(jsonl, prompt="{questions}", solution="{rationale}")
+    with pytest.raises(UserError) as error:
+        load_rows(both, "train", {"gold": "reward.r", "answer": "reward.r"})
+    assert str(error.value) == (
+        f"dataset.train = {jsonl}: lacks the columns 'questions' (dataset.prompt), 'rationale' "
+        "(dataset.solution), 'gold' (reward.r); it has answer, level, question. Did you mean "
+        "question? Set dataset.prompt=COLUMN dataset.columns.rationale=COLUMN "
+        "dataset.columns.gold=COLUMN."
+    )
 
 
 def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
@@ -272,13 +261,11 @@ def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
     assert len(load_rows(both, "eval").rows) == 4
 
 
-@pytest.mark.parametrize("template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}", "{0}"])
+@pytest.mark.parametrize("template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}"])
 def test_a_literal_brace_in_a_template(jsonl: Path, template: str) -> None:
     found = message(config(jsonl, prompt=template))
-    assert found.startswith("dataset.prompt")
-    if template != "{0}":
-        assert found.startswith(f"dataset.prompt = {template!r}: is not a template (")
-        assert found.endswith(r"write a literal brace twice, as in \boxed{{}}.")
+    assert found.startswith(f"dataset.prompt = {template!r}: is not a template (")
+    assert found.endswith(r"write a literal brace twice, as in \boxed{{}}.")
 
 
 def test_a_doubled_brace_is_a_literal_one(jsonl: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -333,8 +320,15 @@ def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    said = prompt_message(rows({"prompt": "a"}, {"prompt": ""}), Dataset(), tokenizer)
-    assert said == "dataset.prompt: the prompt of row 1 is empty."
+    given = rows({"prompt": "a"}, *[{"prompt": ""}] * 5)
+    said = "dataset.prompt: the prompt of row {} is empty."
+    assert prompt_message(given, Dataset(), tokenizer) == said.format(1)
+    with pytest.raises(UserError) as error:
+        prompt_texts(given, Dataset())
+    assert str(error.value).split("\n") == [
+        *map(said.format, (1, 2, 3)),
+        "5 of 6 rows of rows.jsonl are no prompts.",
+    ]
 
 
 def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:

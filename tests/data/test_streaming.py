@@ -204,15 +204,15 @@ def test_mistakes_at_the_start_and_later(
     with pytest.raises(UserError, match="there is no such file"):
         open_stream(config(tmp_path / "none.jsonl"))
     path = write(tmp_path / "a.jsonl", *ROWS)
-    with pytest.raises(UserError, match="names a column 'x' that"):
+    with pytest.raises(UserError, match="lacks the column 'x'"):
         open_stream(config(path, prompt="{x}"))
     late = write(tmp_path / "b.jsonl", *ROWS, {"q": None})
     found = stream(tokenizer, config(late, shuffle=False))
-    with pytest.raises(TrainingError, match="row 20: the column 'q', which"):
+    with pytest.raises(TrainingError, match="row 20: the column 'q' is null"):
         found.prompt_at(20)
     late.write_text(late.read_text() + "{")
     found = stream(tokenizer, config(late, shuffle=False, train_limit=30))
     with pytest.raises(TrainingError, match="line 22: malformed JSON"):
         texts(found, 0, 22)
-    with pytest.raises(UserError, match="row 1: the column 'q', which"):
+    with pytest.raises(UserError, match="row 1: the column 'q' is null"):
         stream(tokenizer, config(write(tmp_path / "c.jsonl", ROWS[0], {"q": None})))

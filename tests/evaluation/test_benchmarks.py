@@ -203,16 +203,16 @@ def test_a_shipped_renaming_gives_way_and_the_users_own_does_not(
 @table(
     ("row", "change", "said"),
     [
-        ({"question": "Q", "gold": "1"}, {}, "reward: math needs the column 'answer'"),
-        ({"problem": "Q", "answer": "1"}, {}, "Rename one with benchmark.mine.columns.question=N"),
-        ({"question": "Q", "answer": None}, {}, "row 1: the column 'answer', which the reward ma"),
-        ({"question": "Q", "answer": " "}, {}, "needs, is empty."),
-        ({"question": None, "answer": "1"}, {}, "benchmark.mine.modes.cot.prompt names, is null."),
+        ({"question": "Q", "gold": "1"}, {}, "lacks the column 'answer' (benchmark.mine.reward)"),
+        ({"problem": "Q", "answer": "1"}, {}, "Set benchmark.mine.columns.question=C"),
+        ({"question": "Q", "answer": None}, {}, "row 1: the column 'answer' is null."),
+        ({"question": "Q", "answer": " "}, {}, "is empty."),
+        ({"question": None, "answer": "1"}, {}, "the column 'question' is null."),
         ({}, {"cot": "{question"}, "benchmark.mine.modes.cot.prompt = '{question': is not a temp"),
         ({}, {"cot": "Solve \\boxed{{it}}."}, "names no column of the data; write one in braces"),
         ({"tests": ["a"]}, {"cot": "{question} {tests}"}, "holds a list, which is no text; name"),
         ({}, {"reward": "maths"}, "benchmark.mine.reward: there is no reward 'maths'"),
-        ({}, {"breakdown": ["level"]}, "Rename one with benchmark.mine.columns.level=NAME."),
+        ({}, {"breakdown": ["level"]}, "Set benchmark.mine.columns.level=COLUMN."),
         ({}, {"columns": {"a": "answer", "b": "answer"}}, "'answer' cannot be renamed to two"),
         ({}, {"data": "pkg://no_such_package/x.jsonl"}, "there is no such package"),
         ({}, {"data": "./no_such_file.jsonl"}, "there is no such file."),
@@ -239,7 +239,7 @@ def test_what_a_shipped_benchmark_is_told_by_a_file_may_lack(
     found = shipped("math")
     assert found.breakdown == ["level", "subject"]
     assert len(benchmarks.load("math", dataclasses.replace(found, data=str(path))).rows) == 1
-    with pytest.raises(UserError, match="breakdown needs the column 'grade'"):
+    with pytest.raises(UserError, match="lacks the column 'grade'"):
         benchmarks.load(
             "math", dataclasses.replace(found, data=str(path), breakdown=["level", "grade"])
         )

@@ -72,6 +72,10 @@ def test_a_run_that_gets_no_better_ends(folder: Path, capsys: pytest.CaptureFixt
     # It is over for those who go on, too.
     assert train("steps=50", "eval.every=2", "eval.patience=2", "resume=auto") == 0
     assert len(metrics()) == 4
+    wanted = ("eval.best=mean_length", "stop.accuracy=1", "eval.at_start=false")
+    assert train("steps=50", "eval.every=2", "overwrite=true", *wanted) == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["stopped_by"], summary["steps"]) == ("stop.accuracy", 2)
 
 
 @pytest.mark.runs

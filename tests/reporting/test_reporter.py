@@ -78,6 +78,17 @@ def test_lines_that_cannot_be_written_are_kept_until_they_can(
     assert steps(reporter) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("cut", [0.5, 0.75])
+def test_a_step_whose_completions_are_cut_off(
+    cut: float, reporter: Reporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter.console.quiet = False
+    reporter.step(2, {**STEP, "completions/clipped_ratio": cut})
+    reporter.close()
+    said = "75% of completions cut off by generation.max_completion_tokens"
+    assert (said in capsys.readouterr().out) == (cut > 0.5)
+
+
 @pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json"])
 def test_a_run_that_is_done_has_its_files(file: str, reporter: Reporter, said: list[str]) -> None:
     with files_of_at_most(10):

@@ -126,10 +126,10 @@ def test_mixture_with_rewards(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         ({"dataset__train": "x.jsonl"}, "dataset.train: is not read with dataset.mixture, whose"),
-        ({"reward__tested__datasets": []}, "needs the column 'tests', which"),
+        ({"reward__tested__datasets": []}, "lacks the column 'tests' (reward.tested)"),
         (
             {"dataset__mixture__b__solution": "{tset}"},
-            "dataset.mixture.b.solution: the template",
+            "lacks the column 'tset' (dataset.mixture.b.solution)",
         ),
     ],
 )

@@ -1,7 +1,6 @@
-"""When a run evaluates, which evaluation is the best, and on what it is evaluated."""
+"""Evaluation on several sets of held-out rows."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +8,9 @@ import pytest
 
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import settings
-from grpo_cli.training import evaluation, prepare
-from grpo_cli.training.run import State
+from grpo_cli.training import prepare
 from tests.tables import table
 from tests.training.test_train import metrics, recipe, trained
-
-
-@table(
-    "values, best",
-    [
-        ([0.1, 0.3, 0.2], 0.3),
-        ([0.3, 0.3], 0.3),
-        ([math.nan, 5.0, math.nan], 5.0),
-    ],
-)
-def test_the_best_evaluation(values: list[float], best: float) -> None:
-    state = State()
-    for step, value in enumerate(values):
-        if evaluation.is_better(value, state):
-            state.best_value, state.best_step = value, step
-    assert state.best_value == best
-    assert state.best_step == values.index(best), "the first of equal ones"
-
 
 SETS: dict[str, Any] = {
     "dataset__eval": None,

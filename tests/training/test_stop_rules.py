@@ -45,7 +45,7 @@ SILENT, HEARD = repeated(3, frac_zero_advantage=1.0), repeated(1, frac_zero_adva
         (
             {"max_kl": 0.1},
             [{"kl": 0.2}, {"kl": 0.05}, *repeated(4, kl=0.1), {}, {"kl": 0.3}],
-            (8, "the KL to the reference is 0.3 nats a token, the last of 5 above "
+            (8, "the KL to the reference was too high in 5 measurements in a row "
              "(stop.max_kl = 0.1)"),
         ),
         ({"max_kl": 0.1}, [{"kl": 0.2}, {"kl": 0.05}] * 9, None),

@@ -4,6 +4,7 @@ A table of two completions of one prompt:
 
     texts       ["2+3=", '{"answer": "5"}']      each prompt or columns string, once
     problems    [[4, 0]]                         row of the data set, its prompt in `texts`
+    first_prompt                                 "2+3=": with what a chat template adds
     step, problem, columns                       [1, 1], [0, 0], [1, 1]
     completion, reward, advantage                ["5", "6"], [1, 0], [0.7, -0.7]
     parts                                        {"exact_match": [1, 0]}
@@ -83,7 +84,11 @@ def read(run: RunFolder, limits: Limits) -> Completions:
     table, kept_texts = columns_of(rows, facts.right(run.recipe), limits)
     arrays, tokens = token_arrays(rows, kept_texts, limits.tokens)
     used = arrays.pop("used")
-    texts = token_texts.texts_of(run, used) if used else []
+    tokenizer = token_texts.load(run) if rows else None
+    texts = token_texts.texts_of(tokenizer, used) if tokenizer else None
+    if tokenizer and (ids := rows[0].get("prompt_ids")) is not None:
+        prompt = tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        table["first_prompt"] = shortened(prompt, limits.text)[0]
     table |= {"vocabulary": texts, **(tokens if texts is not None else {})}
     numbers = [[pictures.add(cell) for cell in row.get(IMAGES) or ()] for row in rows]
     table |= {

@@ -12,14 +12,11 @@ from grpo_cli.reporting.run_folder import RunFolder
 FILE = "tokenizer.json"
 
 
-def texts_of(run: RunFolder, ids: Sequence[int]) -> list[str] | None:
-    """Returns the text of each token; None if the run's tokenizer is not on this machine.
+def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Returns the text of each token.
 
     A token that holds a part of a character is shown as the replacement character.
     """
-    tokenizer = load(run)
-    if tokenizer is None:
-        return None
     # A tokenizer may drop the space before the first token only: the second token of a pair has its
     # full text.
     known = [i for i in ids if i >= 0]

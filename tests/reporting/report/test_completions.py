@@ -25,6 +25,7 @@ def test_the_columns_of_a_run(tmp_path: Path) -> None:
     table = read_run(write_run(tmp_path)).table
     assert table["problems"][:2] == [[0, 0], [1, 1]]
     assert table["texts"][:2] == ["question 0?", "question 1?"]
+    assert table["first_prompt"] == "\x01\x02", "the decoded prompt_ids"
     assert table["texts"][table["columns"][-1]] == '{"answer": "4"}'
     assert table["step"] == [1] * 10 + [10] * 10
     assert table["finish"].count("length") == 4

@@ -76,8 +76,7 @@ function browser(data, run) {
   function showOne(scroll = false) {
     legendHost.replaceChildren(...[colourLegend(hasAnyTokens(data) ? view.colours : 'none')].filter(Boolean));
     const i = view.found[view.open];
-    if (i === undefined) { detail.replaceChildren(); return; }
-    detail.replaceChildren(...one(data, i, view, run, goTo).flat().filter(Boolean));
+    detail.replaceChildren(...(i === undefined ? [] : one(data, i, view, run, goTo)).flat().filter(Boolean));
     if (scroll && matchMedia('(max-width: 860px)').matches) detail.scrollIntoView({ block: 'start' });
   }
 
@@ -95,6 +94,8 @@ function browser(data, run) {
       h('div', { class: 'field' }, h('span', {}, 'Colours'), colours)),
     h('div', { class: 'chips', role: 'group', 'aria-label': 'Filters' }, chips),
     h('p', { class: 'note' }, sentences(data).join(' ')),
+    table.first_prompt ? h('details', { id: 'first-prompt' }, h('summary', {}, 'The first prompt, as the model reads it'),
+      messageBox('prompt', table.first_prompt, { foreign: true })) : null,
     h('div', { class: 'browser' },
       h('div', { class: 'list-side' }, counter, list),
       h('div', { class: 'detail-side' }, legendHost, detail)));
@@ -127,8 +128,7 @@ function hasFailed(table, i) {
 
 // Whether a completion passes one of FILTERS.
 function passes(table, i, filter) {
-  if (filter === 'truncated') return table.finish[i] === 'length';
-  return filter === 'all' || hasFailed(table, i);
+  return filter === 'truncated' ? table.finish[i] === 'length' : filter === 'all' || hasFailed(table, i);
 }
 
 function select(table, view) {
@@ -143,11 +143,10 @@ function select(table, view) {
     if (query && !table.lower.completion[i].includes(query) && !table.lower.texts[table.problems[p][1]].includes(query)) continue;
     found.push(i);
   }
-  const low = -Infinity;
   const keys = {
     step: (i) => table.step[i], newest: (i) => -table.step[i],
-    advantage: (i) => -(table.advantage[i] ?? low), disadvantage: (i) => table.advantage[i] ?? Infinity,
-    reward: (i) => -(table.reward[i] ?? low), unreward: (i) => table.reward[i] ?? Infinity,
+    advantage: (i) => -(table.advantage[i] ?? -Infinity), disadvantage: (i) => table.advantage[i] ?? Infinity,
+    reward: (i) => -(table.reward[i] ?? -Infinity), unreward: (i) => table.reward[i] ?? Infinity,
     longest: (i) => -(table.tokens?.[i] || table.completion[i].length),
   };
   const key = keys[view.order];
