@@ -21,6 +21,7 @@ from grpo_cli.data.prompts import PromptStream
 from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template, rename_columns
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.files import reason
 
 if TYPE_CHECKING:
     from grpo_cli.records import Prompt
@@ -96,7 +97,7 @@ def _hub_rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
     except Exception as error:  # hub, network and format errors have no common base
         raise UserError(
             f"{key} = {source}: row {row} cannot be read from the hub: {type(error).__name__}: "
-            f"{files.reason(error)}"
+            f"{reason(error)}"
         ) from error
 
 

@@ -18,6 +18,7 @@ from grpo_cli.distributed.fsdp import norm_of
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
+from grpo_cli.files import read_json
 from grpo_cli.models import adapters, loading, optimizers
 from grpo_cli.models.memory import MicroBatchBudget, own_part
 from grpo_cli.models.micro_batches import MicroBatcher
@@ -231,7 +232,7 @@ def load_model(
     if recipe.adapter.path is not None:
         folder = Path(recipe.adapter.path).expanduser()
         adapters.load(model, folder, trained=True)
-        base = adapters.read_json(folder).get("base_model_name_or_path")
+        base = read_json(folder / adapters.CONFIG).get("base_model_name_or_path")
         if base and sources.absolute(base) != sources.absolute(path):
             say(
                 f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "

@@ -39,6 +39,7 @@ from grpo_cli.data.stored_completions import (
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, counted
+from grpo_cli.files import read_text
 from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alarms import Alarms, Raised
@@ -148,7 +149,7 @@ class Reporter:
         self.progress.start_at(step)
         for path in (self.metrics.path, self.raised.path):
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = read_text(path).splitlines()
                 kept = [s for s in lines if is_kept(s, step)]
                 write_text(path, "".join(s + "\n" for s in kept))
 

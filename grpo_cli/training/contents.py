@@ -29,6 +29,7 @@ from grpo_cli.config.schema import Benchmark, Model, NamedRows, Recipe
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import Rows, RowStream, files
 from grpo_cli.errors import UserError
+from grpo_cli.files import read_json
 from grpo_cli.models import loading
 from grpo_cli.scoring.registry import RewardFunction
 from grpo_cli.training.prepare import Prepared
@@ -80,7 +81,7 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
     Raises:
         UserError: data or the tokenizer has changed, and `resume_changed` is not set.
     """
-    before: Contents = json.loads((checkpoint / CONTENTS).read_text("utf-8"))
+    before: Contents = read_json(checkpoint / CONTENTS)
     changed = differences(before, now)
     refused, shown = [], paths.shown(checkpoint)
     for key, names in changed.items():
