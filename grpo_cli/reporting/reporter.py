@@ -38,8 +38,8 @@ from grpo_cli.data.stored_completions import (
 )
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError, counted
-from grpo_cli.files import read_text
+from grpo_cli.errors import TrainingError, UserError, counted
+from grpo_cli.files import json_object, read_text
 from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alarms import Alarms, Raised
@@ -194,8 +194,8 @@ def is_kept(line: str, step: int) -> bool:
     again when the run ends again.
     """
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = json_object(line, METRICS, "step")
+    except UserError:
         return False
     return bool(found["step"] <= step and found.get("kind") != "stop")
 
