@@ -176,7 +176,7 @@ def compose_and_call(
                 guarded
             )()
     except yaml.YAMLError as error:  # for example, a duplicate key
-        raise UserError(f"recipe = {shown}: {reason(error)}.") from error
+        raise UserError(f"recipe = {shown}: cannot be read: {reason(error)}.") from error
     except (HydraException, OmegaConfBaseException):  # explained by `error_message`
         raise
     except Exception as error:  # raised by Hydra; errors of `task` are stored in `raised`
