@@ -13,19 +13,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_cli.algorithm import arguments  # noqa: E402
-from grpo_cli.config import knob, renamed, schema  # noqa: E402
+from grpo_cli.config import knob, renamed  # noqa: E402
+from grpo_cli.config.recipe import Recipe, knobs  # noqa: E402
+from grpo_cli.config.schedules import Schedule  # noqa: E402
 from grpo_cli.planning.devices import Device  # noqa: E402
 from grpo_cli.planning.memory import Job, Lengths  # noqa: E402
 from grpo_cli.planning.plan import predict, with_values  # noqa: E402
 from grpo_cli.planning.sizes import sizes_of  # noqa: E402
+from grpo_cli.scoring.settings import Reward  # noqa: E402
+from grpo_cli.training.settings import Callback  # noqa: E402
 from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
 # Mappings whose names are the user's own, or a knob's.
 MAPPINGS = {
-    "reward": ("reward.NAME", schema.Reward),
-    "schedules": ("schedules.KEY", schema.Schedule),
-    "callbacks": ("callbacks.NAME", schema.Callback),
+    "reward": ("reward.NAME", Reward),
+    "schedules": ("schedules.KEY", Schedule),
+    "callbacks": ("callbacks.NAME", Callback),
 }
 
 
@@ -121,7 +125,7 @@ def cluster_table() -> str:
 def peak(config: Any, values: Mapping[str, Any], gpus: int, lengths: Lengths) -> float:
     """Returns the peak memory of a GPU with 80 GB in GB."""
     base = {"mixed_precision": "bf16", "model.gradient_checkpointing": True}
-    recipe = with_values(schema.Recipe(), {**base, **values})
+    recipe = with_values(Recipe(), {**base, **values})
     device = Device("80 GB", 80e9)
     return predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths)).peak / 1e9
 
@@ -190,7 +194,8 @@ def knob_lists() -> str:
         lines = [
             line(prefix + f.name, f)
             for f in dataclasses.fields(kind)
-            if section_of(f) is None or f.default is None  # a section that may be null has a value
+            if not f.metadata.get("kind")
+            or f.default is None  # a section that may be null has a value
         ]
         heading = f"## {name or 'The run'}\n\n{(kind.__doc__ or '').splitlines()[0]}\n\n"
         parts.append(heading + "".join(lines))
@@ -199,18 +204,12 @@ def knob_lists() -> str:
 
 def sections() -> Iterator[tuple[str, Any]]:
     """(key, dataclass) of each section; of a mapping, one key that stands for every entry."""
-    yield "", schema.Recipe
-    for key, field in schema.knobs():
-        if section_of(field) is not None:
-            yield key, section_of(field)
+    yield "", Recipe
+    for key, field in knobs():
+        if field.metadata.get("kind"):
+            yield key, field.metadata["kind"]
         elif key in MAPPINGS:
             yield MAPPINGS[key]
-
-
-def section_of(field: Field) -> Any:
-    """The dataclass that a field holds, or None."""
-    kind = getattr(schema, str(field.type).removesuffix(" | None"), None)
-    return kind if dataclasses.is_dataclass(kind) else None
 
 
 def line(key: str, field: Field) -> str:
