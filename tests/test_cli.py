@@ -18,7 +18,7 @@ import yaml
 from grpo_cli import cli
 from grpo_cli.config import parsing
 from grpo_cli.config.compose import recipe_files
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import prepare
 from tests import programs

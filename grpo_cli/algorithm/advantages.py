@@ -26,10 +26,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from grpo_cli.algorithm.settings import Advantage
 from grpo_cli.algorithm.variants import RULES as RULES
 from grpo_cli.algorithm.variants import advantage_rule, find
 from grpo_cli.config.knob import Arg
-from grpo_cli.config.schema import Advantage
 from grpo_cli.records import Group
 
 EPS = 1e-4  # keeps division by a standard deviation finite; TRL's value

@@ -26,8 +26,8 @@ from grpo_cli.algorithm.metric_sums import (
     ReducedMetrics,
     masked_sum,
 )
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, parameters, traits_of
-from grpo_cli.config.schema import Loss
 from grpo_cli.errors import TrainingError
 
 STALENESS = "staleness/logp_difference"  # logged for prefetched rollouts

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from grpo_cli.algorithm.metric_sums import MetricSums
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.token_selection import clip_cov as select_clip_cov
 from grpo_cli.algorithm.token_selection import top_share
 from grpo_cli.algorithm.variants import POLICY as POLICY
 from grpo_cli.algorithm.variants import find, policy_loss
 from grpo_cli.config.knob import Arg
-from grpo_cli.config.schema import Loss
 
 # exp() of more overflows float32, and inf · 0 is NaN; ratios beyond e^80 are indistinguishable.
 LARGEST_LOG_RATIO = 80.0

@@ -32,9 +32,10 @@ from grpo_cli.config.compose import is_stored
 from grpo_cli.config.interpolation import leaves
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.parsing import first_line
-from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe
+from grpo_cli.config.recipe import ENTRIES, Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.rewards import shipped_name
 
 RECIPE = f"{TRAINING}/recipe.yaml"

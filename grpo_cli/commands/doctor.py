@@ -41,7 +41,7 @@ from grpo_cli.config.compose import (
     recipe_files,
 )
 from grpo_cli.config.interpolation import SECRET, publishable
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
 from grpo_cli.errors import TrainingError, UserError, nearest
 

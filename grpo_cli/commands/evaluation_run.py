@@ -11,14 +11,15 @@ from typing import Any
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.checkpoints.lookup import file_hash, model_hash
-from grpo_cli.config.schema import Eval, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks, stored_completions, tables
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.evaluation.journal import FOLDER, Journal
-from grpo_cli.evaluation.settings import hash_of
+from grpo_cli.evaluation.knobs import hash_of
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.tasks import Task, TaskResult, of_stored
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models import loading

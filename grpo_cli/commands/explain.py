@@ -15,8 +15,8 @@ from grpo_cli.config.compose import compose_and_call, split_options, split_recip
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.origins import NOTHING, Composition
+from grpo_cli.config.recipe import entry_field, knobs
 from grpo_cli.config.saved_recipe import flat
-from grpo_cli.config.schema import entry_field, knobs
 from grpo_cli.config.words import expected
 from grpo_cli.errors import UserError
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from grpo_cli.checkpoints import lookup
 from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import compose_and_call, given_keys, split_options
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import (
     RECIPE_KEYS,
     check_recipe_words,
@@ -28,6 +28,7 @@ from grpo_cli.config.words import (
 )
 from grpo_cli.errors import Stopped, TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
+from grpo_cli.generation.vllm.checks import REFUSED_ANYWHERE
 from grpo_cli.generation.vllm.launch import (
     POLL_SECONDS,
     ServerPlan,
@@ -40,7 +41,6 @@ from grpo_cli.generation.vllm.launch import (
     wait_until_ready,
 )
 from grpo_cli.generation.vllm.server_log import failure
-from grpo_cli.generation.vllm.settings import REFUSED_ANYWHERE
 
 # Arguments of vLLM that are refused: why, or what to write instead.
 REFUSED = {

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from grpo_cli.config.interpolation import as_text, plain_secrets
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import ADAM, BUILT_CONTEXT, Benchmark, Eval, HeldOut, Recipe
+from grpo_cli.data.settings import HeldOut
 from grpo_cli.errors import counted, listed, nearest
+from grpo_cli.evaluation.settings import Benchmark, Eval
+from grpo_cli.models.settings import ADAM, BUILT_CONTEXT
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
 # bfloat16 has 8 bits of precision: a weight of 0.05 cannot change by less than 1e-4.

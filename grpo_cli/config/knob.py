@@ -41,6 +41,7 @@ def knob(
     read_if: tuple[Any, ...] = (),
     schedulable: bool = False,
     training: bool = False,
+    kind: type | None = None,
     **limits: Any,
 ) -> Any:
     """Returns a dataclass field with help sentence and range: >= ge, > gt, <= le, < lt, choices.
@@ -51,9 +52,10 @@ def knob(
             error.
         schedulable: the knob may be scheduled, since nothing is built from its first value.
         training: only training reads the knob; an evaluation refuses it.
+        kind: the dataclass of a section that may be null.
         limits: as in `Arg`.
     """
-    flags = {"read_if": read_if, "schedulable": schedulable, "training": training}
+    flags = {"read_if": read_if, "schedulable": schedulable, "training": training, "kind": kind}
     metadata = {**vars(Arg(doc, **limits)), **flags}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -84,7 +86,8 @@ def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:
 
 def section(kind: type, *, training: bool = False) -> Any:
     """Returns a dataclass field that holds a group of knobs, described by the class's docstring."""
-    return field(default_factory=kind, metadata={"doc": kind.__doc__, "training": training})
+    metadata = {"doc": kind.__doc__, "training": training, "kind": kind}
+    return field(default_factory=kind, metadata=metadata)
 
 
 def allowed(meta: Mapping[str, Any]) -> str:

@@ -27,8 +27,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from grpo_cli.config.compose import RECIPES, STORED
+from grpo_cli.config.recipe import Recipe, entry_field
 from grpo_cli.config.saved_recipe import flat
-from grpo_cli.config.schema import Recipe, entry_field
 
 NOTHING = dataclasses.MISSING
 SHIPPED = Path(str(importlib.resources.files(RECIPES)))

@@ -19,21 +19,15 @@ from omegaconf.errors import (
 from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
 from grpo_cli.config.knob import TYPES, allowed, as_written, scheduled_violation, violation
+from grpo_cli.config.recipe import ENTRIES, Recipe, entry_field, knobs
 from grpo_cli.config.renamed import other_names
-from grpo_cli.config.schema import (
-    ENTRIES,
-    Benchmark,
-    Callback,
-    HeldOut,
-    MixturePart,
-    Recipe,
-    Reward,
-    Schedule,
-    entry_field,
-    knobs,
-)
+from grpo_cli.config.schedules import Schedule
 from grpo_cli.config.sources import has_splits
+from grpo_cli.data.settings import HeldOut, MixturePart
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.scoring.settings import Reward
+from grpo_cli.training.settings import Callback
 
 E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
 

@@ -9,7 +9,9 @@ import yaml
 
 from grpo_cli.config.compose import groups
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.schema import Benchmark, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.scoring.settings import Reward
 
 
 def as_yaml(recipe: Recipe) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations, images
 from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field, prompt_template
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError
 from grpo_cli.images import require as require_pillow

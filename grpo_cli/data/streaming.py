@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template, rename_columns
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 

@@ -33,7 +33,6 @@ from pydantic import (
     ValidationError,
 )
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.config.user_code import import_module, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, result_of
 from grpo_cli.environments.functions import (
@@ -46,6 +45,7 @@ from grpo_cli.environments.functions import (
     name_of,
 )
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.scoring.guards import blame, described
 from grpo_cli.scoring.pool_worker import to_builtin

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import EpisodeSettings
 from grpo_cli.distributed import heartbeat
 from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.episode import Episode, Exchange, Play
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.response import MalformedCall
+from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request, Session
 from grpo_cli.generation.sampling import Sampling

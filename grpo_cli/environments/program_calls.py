@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_cli import sandbox
-from grpo_cli.config.schema import Tools
 from grpo_cli.environments import program_runner
 from grpo_cli.environments.functions import shortened
 from grpo_cli.errors import UserError
+from grpo_cli.generation.settings import Tools
 
 OUTPUT_CHARACTERS = 1000  # that the model sees of a program's output
 _PYTHON = ("python", "py", "python3")

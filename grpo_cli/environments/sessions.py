@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import BEAT_SECONDS, GRACE, Mark
 from grpo_cli.environments.functions import (
@@ -38,6 +37,7 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.session_worker import Reply, Request
+from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError
 from grpo_cli.scoring.calls import own_cores
 from grpo_cli.scoring.processes import Worker, Workers, overrun

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_cli import data
-from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, encode, fill, unchanged
 from grpo_cli.errors import UserError, listed
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.settings import Reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,6 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Eval
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.programs import program_loop
@@ -21,6 +20,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli import data
-from grpo_cli.config.schema import Benchmark
 from grpo_cli.data import images
 from grpo_cli.data.rows import check_columns, columns_named
 from grpo_cli.data.stored_completions import Sample
@@ -26,6 +25,7 @@ from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:

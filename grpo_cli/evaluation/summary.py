@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_cli.config.schema import Eval
 from grpo_cli.evaluation.estimates import Estimate, estimate, maj_at_k, pass_at_k
 from grpo_cli.evaluation.majority import Ballot
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
 from grpo_cli.reporting.rollout_metrics import mean

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_cli.config.schema import Mode
 from grpo_cli.data.stored_completions import images_cell
+from grpo_cli.evaluation.settings import Mode
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.reporting.reporter import (
     completion_row,

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config import sources
 from grpo_cli.config.parsing import first_line
-from grpo_cli.config.schema import Adapter
 from grpo_cli.distributed.fsdp import full_tensor, offload
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.models import quantization
+from grpo_cli.models.settings import Adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -18,10 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from grpo_cli.config import sources
 from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
-from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
+from grpo_cli.models.settings import Model
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Prompt
 

@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_cli.config.schema import HALF_TYPES, Adapter, Model, Recipe
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.distributed.settings import HALF_TYPES
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.activation_bytes import saved_bytes, without_checkpointing
 from grpo_cli.models.memory import cache_numbers
+from grpo_cli.models.settings import Adapter, Model
 
 LENGTHS = (8, 16)  # tokens of the two passes; short, since a mask grows with their square
 

@@ -25,7 +25,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from grpo_cli.checkpoints.paths import TRAINING
 from grpo_cli.config.parsing import first_line
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
 

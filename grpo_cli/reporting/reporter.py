@@ -27,7 +27,7 @@ import grpo_cli
 from grpo_cli.checkpoints.manifest import sync, sync_folder
 from grpo_cli.checkpoints.paths import shown as shown_path
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.schema import Log, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import conversations
 from grpo_cli.data.stored_completions import (
     IMAGES,
@@ -45,6 +45,7 @@ from grpo_cli.reporting.alarms import Alarms, Raised
 from grpo_cli.reporting.metric_names import measure_of, times
 from grpo_cli.reporting.progress import Bar, clock
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
+from grpo_cli.reporting.settings import Log
 from grpo_cli.reporting.status import Status, replaced, write_text
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written

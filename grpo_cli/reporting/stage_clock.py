@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.records import StepStats
 from grpo_cli.reporting.memory_meter import MemoryMeter

@@ -15,7 +15,6 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data import Rows, images, other_columns, stored_completions
 from grpo_cli.data.rows import check_columns
 from grpo_cli.data.stored_completions import Sample
@@ -25,6 +24,7 @@ from grpo_cli.rewards import traits_of
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, path_of, resolve
+from grpo_cli.scoring.settings import Reward, Scoring
 from grpo_cli.scoring.step_rewards import check_steps, token_of_character
 
 if TYPE_CHECKING:

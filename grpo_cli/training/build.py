@@ -22,8 +22,9 @@ from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.schema import Dataset, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.conversations import Schemas
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers

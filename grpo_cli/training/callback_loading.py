@@ -6,10 +6,10 @@ import inspect
 import os
 from collections.abc import Mapping
 
-from grpo_cli.config.schema import Callback
 from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.training.callbacks import HOOKS, Loaded
+from grpo_cli.training.settings import Callback
 
 # The hooks of transformers' TrainerCallback that have a counterpart.
 OTHER_NAMES = {

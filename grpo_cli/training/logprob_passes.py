@@ -12,8 +12,9 @@ from torch import Tensor
 from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.load_balancing import Load
 from grpo_cli.algorithm.losses import loss_function
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import knob_values, traits_of
-from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.loading import inference

@@ -18,8 +18,9 @@ from omegaconf import DictConfig
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
-from grpo_cli.config.schema import ADAM, Dataset, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import images
+from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.environments import factory as environments
 from grpo_cli.errors import UserError, counted, first_three, nearest
@@ -27,9 +28,11 @@ from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.generation.vllm import lora
 from grpo_cli.images import ImageError
+from grpo_cli.models.settings import ADAM
 from grpo_cli.reporting import tracking
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer, needed_columns
+from grpo_cli.scoring.settings import Reward
 
 if TYPE_CHECKING:
     from peft import LoraConfig

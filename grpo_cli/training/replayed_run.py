@@ -13,7 +13,7 @@ import transformers
 
 from grpo_cli.checkpoints import checkpointer, manifest, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError

@@ -20,7 +20,7 @@ from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.config.schema import Recipe, Stop
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.sessions import Sessions
@@ -27,6 +27,7 @@ from grpo_cli.training.contents import Contents
 from grpo_cli.training.plan import PlanRecord
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollouts.queue import RolloutQueue
+from grpo_cli.training.settings import Stop
 from grpo_cli.training.stop_rules import Reason, StopRules
 
 

@@ -10,11 +10,12 @@ from typing import cast
 from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.data import MixtureStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
+from grpo_cli.generation.settings import Generation
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.reporting.alarms import ACTIVE
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all

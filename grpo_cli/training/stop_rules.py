@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from grpo_cli.config.schema import Stop
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
+from grpo_cli.training.settings import Stop
 
 KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
 

@@ -34,8 +34,9 @@ from grpo_cli.algorithm.loss import (
 )
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.normalization import token_weight
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
-from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
 from grpo_cli.records import Completion, Prompt, Rollout

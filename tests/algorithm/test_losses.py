@@ -30,8 +30,8 @@ from grpo_cli.algorithm.losses import (
     vespo_weight,
 )
 from grpo_cli.algorithm.normalization import WEIGHTS
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import own_arguments, parameters
-from grpo_cli.config.schema import Loss
 from tests import reference_losses as reference
 from tests.programs import ROOT
 

@@ -18,11 +18,13 @@ from grpo_cli import cli
 from grpo_cli.checkpoints import provenance
 from grpo_cli.commands import evaluation_run, replay
 from grpo_cli.config.compose import recipe_files, shipped
+from grpo_cli.config.recipe import ENTRIES, Recipe, knobs
 from grpo_cli.config.saved_recipe import as_yaml
-from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe, Reward, knobs
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.settings import OF_TRAINING, without_unread_data
+from grpo_cli.evaluation.knobs import OF_TRAINING, without_unread_data
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import build, prepare
 from tests.tables import rows_of
 

@@ -9,9 +9,10 @@ from omegaconf import OmegaConf
 from grpo_cli.commands.evaluate import spelt_out
 from grpo_cli.config.compose import compose_and_call
 from grpo_cli.config.parsing import parse
-from grpo_cli.config.schema import Benchmark, Dataset, Recipe, knobs
+from grpo_cli.config.recipe import Recipe, knobs
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.settings import (
+from grpo_cli.evaluation.knobs import (
     MEANT,
     OF_ROWS,
     OF_SAMPLING,
@@ -23,6 +24,7 @@ from grpo_cli.evaluation.settings import (
     settings,
     without_training,
 )
+from grpo_cli.evaluation.settings import Benchmark
 
 KNOBS = [key for key, _ in knobs()]
 

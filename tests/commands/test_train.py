@@ -14,8 +14,8 @@ import pytest
 
 from grpo_cli import cli
 from grpo_cli.commands import train
-from grpo_cli.config.schema import Distributed
 from grpo_cli.distributed.job_store import Failure
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal
 from grpo_cli.distributed.supervisor import Supervisor
 from grpo_cli.distributed.workers import Workers, exit_process

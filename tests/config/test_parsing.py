@@ -15,8 +15,11 @@ from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config.contradictions import notices
 from grpo_cli.config.knob import allowed, as_written
 from grpo_cli.config.parsing import SCHEDULABLE, value_at, with_steps
-from grpo_cli.config.schema import Model, Recipe, Reward, Schedule, knobs
+from grpo_cli.config.recipe import Recipe, knobs
+from grpo_cli.config.schedules import Schedule
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Model
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.prepare import parse
 
 SOUND: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_cli.config import renamed
 from grpo_cli.config.parsing import no_such_key
-from grpo_cli.config.schema import entry_field, knobs
+from grpo_cli.config.recipe import entry_field, knobs
 
 TRL = (Path(__file__).parent / "trl_names.txt").read_text("utf-8").split("\n")[1:-1]
 KNOBS = {key for key, _ in knobs()}

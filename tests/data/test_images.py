@@ -7,10 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import images, load_rows
 from grpo_cli.data.prompts import MixtureStream, images_of, prompt_text
 from grpo_cli.data.rows import Rows
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
 from grpo_cli.images import ImageError, StoredImage, opened
 from grpo_cli.records import Group, Prompt, rollout_stats

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Dataset, Generation, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import file_format, local_path
 from grpo_cli.data import (
     PromptStream,
@@ -20,7 +20,9 @@ from grpo_cli.data import (
     solution_pairs,
 )
 from grpo_cli.data.prompts import epoch_order
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
+from grpo_cli.generation.settings import Generation
 from grpo_cli.records import Prompt
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from tests.data.test_files import write

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import Rows, conversations, make_prompts
+from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.response import FORMATS, MalformedCall
 from grpo_cli.errors import TrainingError, UserError

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli import sandbox
 from grpo_cli.algorithm.batch import collate
-from grpo_cli.config.schema import Tools
 from grpo_cli.environments import loop, programs
 from grpo_cli.environments.program_calls import Answer, closed_program, describe, execute
 from grpo_cli.environments.rollouter import Rollouter
@@ -24,6 +23,7 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.settings import Tools
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.models import tiny
 from grpo_cli.models.policy_logprobs import PolicyLogprobs

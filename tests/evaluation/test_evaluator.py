@@ -5,17 +5,21 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Dataset, Eval, Generation, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.evaluator import Evaluator, judged_text
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.summary import ProblemStats, as_metrics, summarize
 from grpo_cli.evaluation.tasks import TaskResult, held_out
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.settings import Generation
 from grpo_cli.records import Completion, Prompt
 from grpo_cli.reporting.reporter import nested
 from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.scoring.settings import Reward
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
 from tests.evaluation.modes import task_of

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_cli.config.schema import Recipe, Reward
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.alarms import Alarms
+from grpo_cli.scoring.settings import Reward
 from tests.tables import table
 
 NAN = math.nan

@@ -12,9 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from grpo_cli.config import schema
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
+from grpo_cli.reporting.settings import Tracking
 from grpo_cli.reporting.tracking import Trackers
 from tests.training.test_train import metrics, trained
 
@@ -64,8 +65,8 @@ def lines() -> list[str]:
     return []
 
 
-def tracked(*backend: str) -> schema.Recipe:
-    return schema.Recipe(tracking=schema.Tracking(backend=[*backend], project="mine"))
+def tracked(*backend: str) -> Recipe:
+    return Recipe(tracking=Tracking(backend=[*backend], project="mine"))
 
 
 @pytest.mark.runs

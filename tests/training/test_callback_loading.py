@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Callback
 from grpo_cli.errors import UserError
 from grpo_cli.training import callback_loading
+from grpo_cli.training.settings import Callback
 from tests.tables import table
 
 HERE = "tests.training.test_callback_loading"

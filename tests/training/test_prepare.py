@@ -13,18 +13,13 @@ from grpo_cli import data
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
-from grpo_cli.config.schema import (
-    Adapter,
-    Build,
-    Dataset,
-    Distributed,
-    Model,
-    Optimizer,
-    Recipe,
-    Reward,
-)
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Adapter, Build, Model, Optimizer
 from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import build, prepare
 from grpo_cli.training.prepare import (
     check_adapter,

@@ -13,8 +13,9 @@ import pytest
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.cli import run_command
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Adapter, Model, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Adapter, Model
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, trained

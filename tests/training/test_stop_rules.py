@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Stop
+from grpo_cli.training.settings import Stop
 from grpo_cli.training.stop_rules import StopRules
 from tests.tables import table
 from tests.training.test_train import trained

@@ -17,7 +17,8 @@ import torch
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
-from grpo_cli.config import parsing, schema
+from grpo_cli.config import parsing
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.errors import TrainingError
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -38,7 +39,7 @@ CPU = torch.device("cpu")  # not conftest's: other processes import this file fo
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
 
-def recipe(folder: Path, **changes: Any) -> schema.Recipe:
+def recipe(folder: Path, **changes: Any) -> Recipe:
     """A run of seconds: 25 sums, a model of 30,000 weights, a reward that any model can raise."""
     data = folder / "rows.jsonl"
     folder.mkdir(exist_ok=True)

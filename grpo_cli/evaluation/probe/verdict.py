@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.interpolation import masked
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import listed
 from grpo_cli.evaluation.estimates import Estimate
 from grpo_cli.models.self_check import TIMES

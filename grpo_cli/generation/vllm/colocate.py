@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, listed
@@ -26,13 +26,13 @@ from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import images, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
+from grpo_cli.generation.vllm.checks import contradictions_of_colocate, dtype_of, of_head
 from grpo_cli.generation.vllm.requests import (
     check_lengths,
     completion,
     prompt_logprobs,
     repeated,
 )
-from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of, of_head
 from grpo_cli.generation.vllm.weight_check import Scored, WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import httpx2
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import lora, weight_transfer
 from grpo_cli.generation.vllm.base import VllmGenerator
+from grpo_cli.generation.vllm.checks import contradictions_of_servers, dtype_of
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import check_lengths, repeated
-from grpo_cli.generation.vllm.settings import contradictions_of_servers, dtype_of
 from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weight_transfer import Link
 from grpo_cli.records import Completion

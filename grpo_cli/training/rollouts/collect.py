@@ -17,7 +17,7 @@ import torch
 from grpo_cli.algorithm.advantages import level_rewards
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError

@@ -17,7 +17,7 @@ from grpo_cli.algorithm.advantages import (
 )
 from grpo_cli.algorithm.kl import ESTIMATORS
 from grpo_cli.algorithm.variants import apply, traits_of
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import (

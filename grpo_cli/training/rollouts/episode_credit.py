@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_cli.algorithm.losses import loss_function
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import traits_of
-from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import is_coroutine_function
 from grpo_cli.environments.factory import rollout_function
 from grpo_cli.errors import UserError, listed, nearest

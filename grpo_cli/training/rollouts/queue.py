@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.distributed.workers import Workers

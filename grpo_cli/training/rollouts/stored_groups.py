@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, from_state, to_state

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Adapter, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Request
@@ -29,6 +29,7 @@ from grpo_cli.generation.vllm.server import Load, ServerGenerator
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.images import StoredImage
 from grpo_cli.models import adapters
+from grpo_cli.models.settings import Adapter
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_prompts
 from tests.conversations import Conversations

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.records import RolloutStats
 from grpo_cli.training.rollouts.balance import UNEVEN, moves

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.config.schema import CHANGING, Recipe, Vllm
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.generation.settings import CHANGING, Vllm
 
 START_SECONDS = 1200.0  # for a server to be ready: a large model takes long to load
 

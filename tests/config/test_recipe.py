@@ -1,13 +1,20 @@
 """Every knob says what it does, what it accepts and when it is read."""
 
 import dataclasses
+import re
+import sys
 from typing import Any
 
 import pytest
 
-from grpo_cli.config import schema
-from grpo_cli.config.schema import Loss, Recipe, Reward, Schedule, knobs
+from grpo_cli.algorithm.settings import Loss
+from grpo_cli.config.recipe import Recipe, knobs
+from grpo_cli.config.schedules import Schedule
+from grpo_cli.data.settings import HeldOut, MixturePart, NamedRows
+from grpo_cli.evaluation.settings import Benchmark, Mode
 from grpo_cli.generation.factory import ENGINES
+from grpo_cli.scoring.settings import Reward
+from grpo_cli.training.settings import Callback
 from tests.tables import table
 
 Field = dataclasses.Field[Any]
@@ -26,23 +33,25 @@ def default_of(f: Field) -> Any:
 
 def test_knobs_walks_into_every_section() -> None:
     # A dataclass that it does not know would leave its knobs without documents and suggestions.
-    sections = [
-        kind
-        for name, kind in vars(schema).items()
+    settings = [vars(m) for n, m in sys.modules.items() if re.match(r"grpo_cli\..*settings$", n)]
+    declared = {
+        kind: None
+        for module in settings
+        for name, kind in module.items()
         if dataclasses.is_dataclass(kind) and not name.startswith("_")
-    ]
+    }
     apart = (
         Recipe,
         Reward,
-        schema.Benchmark,
-        schema.Mode,
-        schema.NamedRows,
-        schema.HeldOut,
-        schema.MixturePart,
-        schema.Callback,
+        Benchmark,
+        Mode,
+        NamedRows,
+        HeldOut,
+        MixturePart,
+        Callback,
         Schedule,
     )  # the whole, and entries of mappings
-    inside = sum(len(dataclasses.fields(kind)) for kind in sections if kind not in apart)
+    inside = sum(len(dataclasses.fields(kind)) for kind in declared if kind not in apart)
     assert len([key for key in KNOBS if "." in key]) == inside
 
 
@@ -75,7 +84,7 @@ def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> Non
     elif isinstance(default_of(KNOBS[other]), bool):
         choices = (True, False)
     elif other == "eval.mode":  # any mode that a benchmark defines
-        choices = tuple(schema.Benchmark().modes)
+        choices = tuple(Benchmark().modes)
     assert set(values) <= set(choices or ()), "a value that it cannot have"
     assert set(values) != set(choices or "?"), "always read: say nothing"
 

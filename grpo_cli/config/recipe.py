@@ -1,0 +1,202 @@
+"""Puts the sections of a recipe together, each declared in the `settings.py` of its package.
+
+A composed YAML is turned into a `Recipe` once, by `parsing.parse`. After that, code passes these
+dataclasses (or plain values) and never a raw config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.checkpoints.settings import Checkpoint
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, section
+from grpo_cli.config.schedules import Schedule
+from grpo_cli.data.settings import Dataset, HeldOut, MixturePart
+from grpo_cli.distributed.settings import HALF_TYPES, Distributed
+from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
+from grpo_cli.evaluation.settings import Benchmark, Eval
+from grpo_cli.generation.settings import Generation
+from grpo_cli.models.settings import Adapter, Model, Optimizer
+from grpo_cli.reporting.settings import Hub, Log, Tracking
+from grpo_cli.scoring.settings import Reward, Scoring, own_first
+from grpo_cli.training.settings import Callback, Stop, Update
+
+
+@dataclass
+class Recipe:
+    """One run."""
+
+    recipe: str = knob("", "Name of the recipe; set by the command line.")
+    description: str = knob("", "One-line description, shown by `grpo recipes`.")
+    output_dir: str = knob("outputs/${recipe}", "Folder that the run writes to.")
+    overwrite: bool = knob(False, "Discard an earlier run in output_dir.")
+    resume: str | None = knob(
+        None,
+        "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any.",
+        training=True,
+    )
+    resume_changed: bool = knob(
+        False,
+        "Resume although data or tokenizer have other contents than the checkpoint was trained "
+        "with.",
+        read_if=("resume",),
+        training=True,
+    )
+    seed: int = at_least_0(0, "Seed of all random numbers.", lt=2**32)
+    steps: int = at_least_1(
+        100,
+        "Number of training steps; each samples one batch of completions and trains on it.",
+        training=True,
+    )
+    epochs: float | None = above_0(
+        None,
+        "Length of the run in passes over the training prompts, which replaces `steps`; null: "
+        "`steps` decides.",
+        training=True,
+    )
+    prompts_per_step: int = at_least_1(
+        32, "Prompts in one step, over all processes.", training=True
+    )
+    device: str = knob(
+        "auto",
+        "Device to run on; auto: CUDA, else MPS, else CPU.",
+        choices=("auto", "cpu", "cuda", "mps"),
+    )
+    mixed_precision: str = knob(
+        "no",
+        "Data type of the forward and backward arithmetic; no: that of the weights. fp16 scales "
+        "the loss, so that small gradients do not become 0, and skips an optimizer step whose "
+        "gradients overflow.",
+        choices=("no", "bf16", "fp16"),
+    )
+    model: Model = section(Model)
+    adapter: Adapter = section(Adapter, training=True)
+    dataset: Dataset = section(Dataset)
+    reward: dict[str, Any] = knob({}, "Rewards by name; each has function, weight and args.")
+    benchmark: dict[str, Any] = knob(
+        {},
+        "Benchmarks by name, such as benchmark=gsm8k,math; they replace dataset.eval in "
+        "evaluation.",
+    )
+    scoring: Scoring = section(Scoring)
+    generation: Generation = section(Generation)
+    tools: dict[str, str] = knob(
+        {},
+        "Tools that the model may call, by name: typed functions with docstrings, as "
+        "my_module:my_function.",
+    )
+    environment: EnvironmentSettings = section(EnvironmentSettings)
+    episode: EpisodeSettings = section(EpisodeSettings)
+    rollout: str | None = knob(
+        None,
+        "Function that makes the rollouts, as my_module:my_function; null: the model and its "
+        "tools or environment take turns.",
+    )
+    loss: Loss = section(Loss, training=True)
+    advantage: Advantage = section(Advantage, training=True)
+    optimizer: Optimizer = section(Optimizer, training=True)
+    update: Update = section(Update, training=True)
+    schedules: dict[str, Any] = knob(
+        {},
+        "Schedules of scalars of loss and generation over the steps, such as loss.beta.to=0.",
+        training=True,
+    )
+    distributed: Distributed = section(Distributed)
+    eval: Eval = section(Eval)
+    stop: Stop = section(Stop, training=True)
+    checkpoint: Checkpoint = section(Checkpoint, training=True)
+    log: Log = section(Log, training=True)
+    tracking: Tracking = section(Tracking, training=True)
+    callbacks: dict[str, Any] = knob(
+        {}, "Callbacks by name; each has path and args.", training=True
+    )
+    hub: Hub = section(Hub, training=True)
+
+    @property
+    def arithmetic_dtype(self) -> str:
+        """The data type of the forward computation, by its name in torch."""
+        return HALF_TYPES.get(self.mixed_precision, self.model.dtype)
+
+    @property
+    def longest_completion(self) -> int:
+        """The longest completion limit in tokens, over training and evaluation."""
+        own = self.eval.max_completion_tokens
+        of_benchmarks = [own or b.max_completion_tokens or 0 for b in self.benchmark.values()]
+        return max(self.generation.max_completion_tokens, own or 0, *of_benchmarks)
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """The sampling temperature of evaluation."""
+        if self.eval.sampling == "training":
+            return self.generation.temperature
+        return self.eval.drawn_at
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether an evaluation runs programs that the model writes."""
+        modes = (b.modes.get(m) for b in self.benchmark.values() for m in self.eval.mode)
+        return any(mode is not None and mode.tools for mode in modes)
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether tools or an environment answer the model's turns."""
+        of = self.environment
+        return bool(self.tools or of.path or of.by_name or of.mcp)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether completions are episodes of several turns."""
+        return self.has_environment or self.rollout is not None
+
+    @property
+    def accuracies(self) -> list[str]:
+        """The names of the rewards, first the one whose value 1 counts as correct."""
+        names = own_first({name: reward.function for name, reward in self.reward.items()})
+        return sorted(names, key=lambda name: name != self.eval.accuracy)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run has, or a schedule will add, a KL to a reference."""
+        schedule = self.schedules.get("loss.beta")
+        return self.loss.beta > 0 or (schedule is not None and schedule.to > 0)
+
+
+def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yields (full key, field) of every knob of a dataclass, sections before their knobs."""
+    for f in dataclasses.fields(node):
+        yield prefix + f.name, f
+        if f.metadata.get("kind"):
+            yield from knobs(f.metadata["kind"], f"{prefix}{f.name}.")
+
+
+# Mappings whose keys the user chooses, and the class of their entries.
+ENTRIES: dict[str, type] = {
+    "reward": Reward,
+    "benchmark": Benchmark,
+    "schedules": Schedule,
+    "callbacks": Callback,
+    "dataset.held_out": HeldOut,
+    "dataset.mixture": MixturePart,
+}
+
+
+def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
+    """Finds the field of a key below an entry, such as `reward.NAME.weight`.
+
+    Returns:
+        (the field, the key's parts below it), or None for other keys.
+    """
+    for mapping, kind in ENTRIES.items():
+        _, is_below, rest = key.partition(f"{mapping}.")
+        if not key.startswith(f"{mapping}.") or not is_below:
+            continue
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        parts = rest.split(".")
+        start = len(parts) - 1 if kind is Schedule else 1  # names of schedules contain dots
+        if 0 < start < len(parts) and parts[start] in fields:
+            return fields[parts[start]], parts[start + 1 :]
+    return None

@@ -1,0 +1,145 @@
+"""Declares the knobs of data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_cli.config.knob import above_0, at_least_1, knob
+
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")  # of prompts, in this order
+
+
+@dataclass
+class NamedRows:
+    """One of several data sets; what it does not set is as in `dataset`."""
+
+    data: str = knob("", "Rows: a hub name, or local data as for dataset.train.")
+    subset: str | None = knob(None, "Configuration of the hub data set or the folder.")
+    split: str = knob("train", "Split of a hub data set or a folder.")
+    columns: dict[str, str] | None = knob(
+        None,
+        "Columns to rename before they are used, as new_name: old_name; null: dataset.columns.",
+    )
+    prompt: str | None = knob(
+        None, "Column or template of the prompt; null: as dataset.prompt says."
+    )
+    system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
+    limit: int | None = at_least_1(None, "Use only the first N rows.")
+
+
+@dataclass
+class MixturePart(NamedRows):
+    """One of the data sets that a run trains on together."""
+
+    weight: float = above_0(1.0, "Probability of the data set at each prompt, relative.")
+    solution: str | None = knob(
+        None, "Template of a worked solution, for the warm-up; null: dataset.solution."
+    )
+
+
+@dataclass
+class HeldOut(NamedRows):
+    """One of several sets of held-out rows."""
+
+    split: str = knob("test", "Split of a hub data set or a folder.")
+    rewards: list[str] = knob(
+        [],
+        "Names of the recipe's rewards that judge the completions; empty: the rewards of the data "
+        "set with the same name in dataset.mixture, or else all rewards.",
+    )
+    accuracy: str | None = knob(
+        None,
+        "Reward whose value 1 counts as correct; null: eval.accuracy if it judges them, else the "
+        "first.",
+    )
+
+
+@dataclass
+class Dataset:
+    """Rows, and how a row becomes a prompt."""
+
+    train: str | None = knob(
+        None,
+        "Training rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern such as "
+        "data/*.parquet, a folder of such files or of save_to_disk, or pkg://package/file.",
+    )
+    eval: str | None = knob(
+        None,
+        "Held-out rows: a hub name, or local data as for dataset.train; null: no evaluation on "
+        "rows.",
+    )
+    subset: str | None = knob(None, "Configuration of the hub data set (GSM8K has `main`).")
+    train_split: str = knob("train", "Split of a hub data set or a folder to train on.")
+    eval_split: str = knob("test", "Split of a hub data set or a folder to evaluate on.")
+    columns: dict[str, str] = knob(
+        {}, "Columns to rename before they are used, as new_name: old_name."
+    )
+    prompt: str | None = knob(
+        None,
+        "Column of the prompt, or a template over the row's columns such as '{question} Answer "
+        "briefly.', in which a literal brace is written twice; null: the first of the columns "
+        "prompt, messages, question and problem.",
+    )
+    system: str | None = knob(
+        None, "System prompt, for prompts that are chats.", read_if=("dataset.chat", "auto", True)
+    )
+    chat: Any = knob(
+        "auto",
+        "Wrap the prompt in the tokenizer's chat template; completions become messages. auto: if "
+        "the model is loaded and its tokenizer has a template, or if there are tools.",
+        choices=("auto", True, False),
+    )
+    final_assistant: str = knob(
+        "refuse",
+        "Treatment of a conversation that ends with a message of the assistant: refuse the row, "
+        "drop the message (the answer in supervised data), or continue it as a prefill.",
+        choices=("refuse", "drop", "continue"),
+        read_if=("dataset.chat", "auto", True),
+    )
+    solution: str | None = knob(
+        None,
+        "Template of a worked solution, used only for the warm-up of a built model. If it names a "
+        "column that holds messages, they are an episode whose assistant's turns are trained.",
+        training=True,
+    )
+    max_prompt_tokens: int = at_least_1(
+        512, "Length limit of a training prompt, in tokens; longer ones are dropped.", training=True
+    )
+    max_pixels: int | None = at_least_1(
+        1_048_576,
+        "Pixels of an image at most; a larger image is resized, its sides in the same ratio. null: "
+        "no image is resized. The tokens of an image grow with its pixels in most models.",
+    )
+    bad_rows: str = knob(
+        "stop",
+        "Treatment of a row with an image that cannot be read, or that a reward refuses, such as "
+        "tests of `code` that test nothing: stop with an error, or drop the row.",
+        choices=("stop", "drop"),
+    )
+    shuffle: bool = knob(
+        True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only.", training=True
+    )
+    streaming: bool = knob(
+        False,
+        "Read the training rows while training, instead of all at the start; for data that does "
+        "not fit into memory.",
+        training=True,
+    )
+    train_limit: int | None = at_least_1(None, "Use only the first N training rows.")
+    eval_limit: int | None = at_least_1(None, "Use only the first N held-out rows.")
+    mixture: dict[str, Any] = knob(
+        {},
+        "Several data sets to train on together, by name, in place of dataset.train; each has "
+        "data, weight, split, prompt and so on.",
+    )
+    held_out: dict[str, Any] = knob(
+        {},
+        "Several sets of held-out rows by name, in place of dataset.eval; each has data, split, "
+        "prompt, rewards and so on.",
+    )
+    test_split_size: float | None = above_0(
+        None,
+        "Rows taken off the training rows and held out for evaluation, for data without held-out "
+        "rows: a fraction below 1 or a number of rows; null: none.",
+    )
