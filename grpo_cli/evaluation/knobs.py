@@ -93,8 +93,14 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
             cfg.model.args = {}  # arguments of training's initial model
         if "overwrite" not in given:
             cfg.overwrite = False
-        tools_given = any(is_among(key, ["generation.tools"]) for key in given)
-        if not tools_given and not _runs_programs(cfg):
+        known = {name: mode.tools for name, mode in Benchmark().modes.items()}
+        runs_programs = any(
+            OmegaConf.select(entry, f"modes.{mode}.tools", default=known.get(mode, False))
+            for entry in cfg.benchmark.values()
+            for mode in cfg.eval.mode
+            if entry is not None
+        )
+        if not (runs_programs or any(is_among(key, ["generation.tools"]) for key in given)):
             cfg.generation.tools = OmegaConf.structured(Tools())
 
 
@@ -109,17 +115,6 @@ def without_unread_data(cfg: DictConfig) -> DictConfig:
             for part in filter(None, out.dataset.mixture.values()):
                 part.data = ""
     return out
-
-
-def _runs_programs(cfg: DictConfig) -> bool:
-    """Returns whether a composed, unchecked recipe evaluates in a mode with tools."""
-    known = {name: mode.tools for name, mode in Benchmark().modes.items()}
-    return any(
-        OmegaConf.select(entry, f"modes.{mode}.tools", default=known.get(mode, False))
-        for entry in cfg.benchmark.values()
-        for mode in cfg.eval.mode
-        if entry is not None
-    )
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:

@@ -143,15 +143,22 @@ class Reporter:
         self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
-        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated."""
+        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated.
+
+        The rule that ended the run is dropped too: it is written again when the run ends again.
+        """
         if not self.main:
             return
         self.progress.start_at(step)
         for path in (self.metrics.path, self.raised.path):
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+                with contextlib.suppress(ValueError):  # a line torn by a crash
+                    found = json.loads(line)
+                    if found["step"] <= step and found.get("kind") != "stop":
+                        kept.append(f"{line}\n")
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [s for s in lines if is_kept(s, step)]
-                write_text(path, "".join(s + "\n" for s in kept))
+                write_text(path, "".join(kept))
 
     def close(self) -> None:
         """Ends the progress display and the trackers, also after a failure."""
@@ -185,19 +192,6 @@ class Reporter:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         folder = shown_path(self.folder)
         self.say(f"{clock(summary['seconds'])} in all; metrics and summary: {folder}")
-
-
-def is_kept(line: str, step: int) -> bool:
-    """Returns whether a resume after `step` keeps a line of metrics.jsonl or alarms.jsonl.
-
-    A line torn by a crash is dropped. A stop rule that ended the run is dropped too: it is written
-    again when the run ends again.
-    """
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return False
-    return bool(found["step"] <= step and found.get("kind") != "stop")
 
 
 class LinesFile:

@@ -626,47 +626,35 @@ def check_model_path(recipe: Recipe) -> None:
             manifest.check(folder, model_only=True)
 
 
-def check_adapter(recipe: Recipe) -> None:
-    """Raises a UserError if the recipe's adapter cannot be trained on its model."""
-    adapter, quantization = recipe.adapter, recipe.model.quantization
-    if adapter.method == "none":
-        if quantization != "none":
-            raise UserError(
-                f"model.quantization = {quantization}: quantized weights cannot be trained; train "
-                "an adapter on them (adapter=qlora), or set model.quantization=none."
-            )
-        return
-    from grpo_cli.models import adapters  # late: it imports torch
-
-    adapters.require()
-    config = adapter_config(recipe)
-    if quantization != "none":
-        where = f"adapter.args.init_lora_weights = {config.init_lora_weights}"
-        if adapter.path is not None:
-            where = f"{adapter.path}: init {config.init_lora_weights}"
-        adapters.check_init(config, where)
-    if adapter.sync == "adapter":
-        lora.check(config)
-
-
-def adapter_config(recipe: Recipe) -> LoraConfig:
-    """Returns peft's config of the recipe's adapter, fresh or of `adapter.path`.
+def check_adapter(recipe: Recipe) -> LoraConfig | None:
+    """Checks that the recipe's adapter can be trained on its model; returns peft's config of it.
 
     Raises:
-        UserError: there is no such adapter, or peft does not take the settings.
+        UserError: it cannot, or the model is quantized and there is no adapter.
     """
     from grpo_cli.models import adapters  # late: it imports torch
 
-    adapter = recipe.adapter
-    if adapter.path is None:
-        return adapters.config_of(adapter, recipe.model.path or "", recipe.model.revision)
-    folder = Path(adapter.path).expanduser()
-    if not sources.is_adapter(folder):
+    adapter, quantization = recipe.adapter, recipe.model.quantization
+    config = adapters.config_for(recipe)
+    if quantization != "none" and config is None:
         raise UserError(
-            f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
-            "adapter_model.safetensors."
+            f"model.quantization = {quantization}: quantized weights cannot be trained; train "
+            "an adapter on them (adapter=qlora), or set model.quantization=none."
         )
-    return adapters.read_config(folder)
+    if config is None:
+        return None
+    init = config.init_lora_weights
+    if quantization != "none" and init not in adapters.INIT_WITHOUT_BASE:
+        where = f"adapter.args.init_lora_weights = {init}"
+        where = where if adapter.path is None else f"{adapter.path}: init {init}"
+        raise UserError(
+            f"{where}: is made from the weights of the model under the adapter, which are "
+            "quantized; use adapter.args.init_lora_weights=gaussian or true, or "
+            "model.quantization=none."
+        )
+    if adapter.sync == "adapter":
+        lora.check(config)
+    return config
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

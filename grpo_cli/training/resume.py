@@ -19,7 +19,7 @@ from grpo_cli import random_streams
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, shards
 from grpo_cli.checkpoints.shards import Parts
-from grpo_cli.config import saved_recipe
+from grpo_cli.config import saved_recipe, sources
 from grpo_cli.config.knob import flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
@@ -299,7 +299,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
     stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
     shown = paths.shown(path)
     weights = f"model.path={shown} model.build=null"
-    if recipe.adapter.method != "none":
+    if sources.is_adapter(path):
         weights = f"adapter.path={shown}"
     for knob in flagged(Optimizer, "kept"):
         was, value = stored["optimizer"][knob], getattr(recipe.optimizer, knob)
