@@ -632,9 +632,11 @@ def check_adapter(recipe: Recipe) -> LoraConfig | None:
     Raises:
         UserError: it cannot, or the model is quantized and there is no adapter.
     """
-    from grpo_cli.models import adapters  # late: it imports torch
-
     adapter, quantization = recipe.adapter, recipe.model.quantization
+    if adapter.method == quantization == "none":
+        return None
+    from grpo_cli.models import adapters  # late: it imports transformers
+
     config = adapters.config_for(recipe)
     if quantization != "none" and config is None:
         raise UserError(
