@@ -20,8 +20,9 @@ from grpo_cli.algorithm import arguments
 from grpo_cli.checkpoints import checkpointer, paths, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
-from grpo_cli.config import contradictions, parsing, saved_recipe, sources
+from grpo_cli.config import parsing, saved_recipe, sources
 from grpo_cli.config.interpolation import as_text
+from grpo_cli.config.notices import notices
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.conversations import Schemas
 from grpo_cli.data.settings import Dataset
@@ -312,7 +313,7 @@ def describe(run: Run) -> None:
     eos_ids = loading.eos_ids(policy.model.generation_config, policy.tokenizer)
     for notice in (
         *arguments.notices(recipe),
-        *contradictions.notices(recipe),
+        *notices(recipe),
         *text_notices(recipe, policy.tokenizer, eos_ids, run.queue.stream.prompts),
     ):
         say(f"note: {notice}")
