@@ -165,7 +165,7 @@ def compose_and_call(
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
             cfg.output_dir = f"{cfg.output_dir}-{job.job.num}"
             if os.environ.get("RANK", "0") == "0":
-                print(f"\njob {job.job.num}: {_differing(overrides, job)}; {cfg.output_dir}")
+                print(f"\njob {job.job.num}: {' '.join(job.overrides.task)}; {cfg.output_dir}")
         _replace_rewards(cfg)
         try:
             task(cfg)
@@ -207,17 +207,6 @@ def shipped(name: str) -> dict[str, Any] | None:
     tree: Any = OmegaConf.to_container(cfg)
     tree.pop("hydra", None)
     return {"recipe": name, **{k: v for k, v in tree.items() if k != "recipe"}}
-
-
-def _differing(overrides: Sequence[str], job: Any) -> str:
-    """Returns the overrides of a sweep job whose values differ between jobs."""
-    swept = {
-        override.key_or_group
-        for override in OverridesParser.create().parse_overrides([*overrides])
-        if override.is_sweep_override()
-    }
-    words = [w for w in job.overrides.task if w.lstrip("+").partition("=")[0] in swept]
-    return " ".join(words) or "every value as given"
 
 
 def _replace_rewards(cfg: DictConfig) -> None:
