@@ -17,14 +17,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.config import sources
-from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.files import read_json, read_text
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
-from grpo_cli.models.settings import Model
+from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
 from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
