@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from grpo_cli.algorithm import arguments  # noqa: E402
 from grpo_cli.config import knob, renamed  # noqa: E402
-from grpo_cli.config.recipe import ENTRIES, Recipe, knobs  # noqa: E402
+from grpo_cli.config.keys import ENTRIES, KNOBS  # noqa: E402
+from grpo_cli.config.recipe import Recipe  # noqa: E402
 from grpo_cli.planning.devices import Device  # noqa: E402
 from grpo_cli.planning.memory import Job, Lengths  # noqa: E402
 from grpo_cli.planning.plan import predict, with_values  # noqa: E402
@@ -189,8 +190,7 @@ def knob_lists() -> str:
         lines = [
             line(prefix + f.name, f)
             for f in dataclasses.fields(kind)
-            if not f.metadata.get("kind")
-            or f.default is None  # a section that may be null has a value
+            if not f.metadata["kind"] or f.default is None  # a section that may be null has a value
         ]
         heading = f"## {name or 'The run'}\n\n{(kind.__doc__ or '').splitlines()[0]}\n\n"
         parts.append(heading + "".join(lines))
@@ -200,8 +200,8 @@ def knob_lists() -> str:
 def sections() -> Iterator[tuple[str, Any]]:
     """(key, dataclass) of each section; of a mapping, one key that stands for every entry."""
     yield "", Recipe
-    for key, field in knobs():
-        if field.metadata.get("kind"):
+    for key, field in KNOBS.items():
+        if field.metadata["kind"]:
             yield key, field.metadata["kind"]
         elif key in MAPPINGS:
             yield f"{key}.{MAPPINGS[key]}", ENTRIES[key]

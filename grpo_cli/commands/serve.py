@@ -165,8 +165,8 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         )  # fmt: skip
         dtype, rank = recipe.arithmetic_dtype, settings.max_lora_rank
         if rank is None and recipe.adapter.sync == "adapter":
-            prepare.check_adapter(recipe)
-            rank = lora.largest_rank(prepare.adapter_config(recipe))
+            config = prepare.check_adapter(recipe)
+            rank = None if config is None else lora.largest_rank(config)
         plan = dataclasses.replace(plan, max_lora_rank=rank)
         if transfer == "auto":
             transfer = recipe.generation.vllm.transfer

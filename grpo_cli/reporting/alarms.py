@@ -8,14 +8,14 @@ and its row to docs/alarms.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from grpo_cli.algorithm.loss import STALENESS
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
-from grpo_cli.reporting.watches import Level, Metrics, Shift, State, Watch
+from grpo_cli.reporting.watches import Level, Metrics, Shift, State, Value, Watch
 
 ACTIVE = "alarms/active"
 EQUAL_STEPS = 3  # steps in a row without any advantage
@@ -112,11 +112,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
         yield Watch(
             f"one_reward/{name}",
             Level(above=ONE_REWARD, calm=ONE_REWARD - 0.05, steps=ONE_REWARD_STEPS),
-            lambda metrics, name=name: (  # type: ignore[misc]
-                metrics.get(f"rewards/{name}/advantage_share")
-                if sum(metrics.get(f"rewards/{n}/std", 0.0) > 0 for n in weighted) > 1
-                else None
-            ),
+            _share_of(name, weighted),
             f"the reward {name} carries {{value:.0%}} of the advantage's variance, and more than "
             f"{ONE_REWARD:.0%} in each of the last {ONE_REWARD_STEPS} steps in which others varied "
             "too: these teach next to nothing. Change the weights, or use advantage=gdpo.",
@@ -128,6 +124,16 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
             f"the reward {name} has had the same value for all completions of each of the last "
             f"{CONSTANT_STEPS} steps: it teaches nothing.",
         )
+
+
+def _share_of(name: str, weighted: Sequence[str]) -> Value:
+    """Returns a reward's share of the advantage's variance; None if fewer than two rewards vary."""
+
+    def share(metrics: Metrics) -> float | None:
+        varied = sum(metrics.get(f"rewards/{other}/std", 0.0) > 0 for other in weighted)
+        return metrics.get(f"rewards/{name}/advantage_share") if varied > 1 else None
+
+    return share
 
 
 def _of_completions() -> Iterator[Watch]:

@@ -290,7 +290,7 @@ def completion_row(
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns completions as a table to be printed, with a column for each reward."""
     numbers = [*(key for key in rows[0] if key.startswith("rewards/")), "reward", "advantage"]
-    table = Table("prompt", "completion", title=f"step {step}", show_lines=True)
+    table = Table("prompt", "completion", title=f"completion 1 of step {step}", show_lines=True)
     for key in numbers:
         table.add_column(key.removeprefix("rewards/"), justify="right", overflow="fold")
     for row in rows:

@@ -25,7 +25,7 @@ from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import opened
 from grpo_cli.rewards import Traits
-from grpo_cli.scoring.guards import blame, contained
+from grpo_cli.scoring.guards import blame, contained, no_exit
 from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import answer, recorders
 from grpo_cli.scoring.processes import overrun
@@ -93,7 +93,8 @@ class BoundReward:
 
     def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
         """Calls the function in this process and waits for the result."""
-        return answer(self.function, self.arguments(samples, state))
+        with no_exit():
+            return answer(self.function, self.arguments(samples, state))
 
 
 @dataclass
@@ -204,7 +205,7 @@ class Loop:
     def _run(self) -> None:
         while not self._closing:
             # A user's own task may raise these exceptions.
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            with contextlib.suppress(SystemExit, KeyboardInterrupt), no_exit():
                 self._loop.run_forever()
         self._loop.close()
 

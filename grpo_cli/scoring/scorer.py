@@ -22,6 +22,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.rewards import traits_of
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
+from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, path_of, resolve
 from grpo_cli.scoring.settings import Reward, Scoring
@@ -352,7 +353,7 @@ class ScoringSession:
         if not theirs:
             return [RewardResult() for _ in samples]
         if reward.timeout is None:
-            with heartbeat.calling():
+            with heartbeat.calling(), keeps_files_open(reward.name):
                 results = self._called_here(reward, theirs)
         else:
             rounds = 1 + len(theirs) / reward.concurrency

@@ -41,7 +41,8 @@ from grpo_cli.generation import factory
 from grpo_cli.images import ImageError
 from grpo_cli.models import loading, quantization, tiny
 from grpo_cli.models.families import num_experts
-from grpo_cli.models.policy import LoadedModel, Policy, load_model
+from grpo_cli.models.loading import LoadedModel, load_model
+from grpo_cli.models.policy import Policy
 from grpo_cli.models.routers import has_balancing_loss
 from grpo_cli.models.vision import has_images, sound_images
 from grpo_cli.random_streams import derive_seed

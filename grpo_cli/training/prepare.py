@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
+from grpo_cli.config.keys import flagged, is_among
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import images
 from grpo_cli.data.settings import Dataset
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
     from grpo_cli.environments.sessions import Sessions
     from grpo_cli.training.callbacks import Loaded
 
-# Keys that may differ when a finished run is resumed: its results do not depend on them.
-WITHOUT_EFFECT = (
-    "steps:", "epochs:", "log.", "checkpoint.", "tracking.", "hub.", "distributed.", "device:",
-    "scoring.",
-)  # fmt: skip
 MADE_UP = "The answer is 0."  # a completion to try rewards out on
 MADE_UP_EPISODE = {  # the same as an episode
     "messages": [{"role": "assistant", "content": MADE_UP}],
@@ -567,7 +563,7 @@ def finished(recipe: Recipe) -> str | None:
     changes = [
         change
         for change in saved_recipe.differences(stored, with_absolute_paths(recipe))
-        if not change.startswith(WITHOUT_EFFECT)
+        if not is_among(change.partition(":")[0], flagged("without_effect"))
     ]
     if changes:
         others = f" and {len(changes) - 3} others" if len(changes) > 3 else ""
@@ -630,47 +626,37 @@ def check_model_path(recipe: Recipe) -> None:
             manifest.check(folder, model_only=True)
 
 
-def check_adapter(recipe: Recipe) -> None:
-    """Raises a UserError if the recipe's adapter cannot be trained on its model."""
-    adapter, quantization = recipe.adapter, recipe.model.quantization
-    if adapter.method == "none":
-        if quantization != "none":
-            raise UserError(
-                f"model.quantization = {quantization}: quantized weights cannot be trained; train "
-                "an adapter on them (adapter=qlora), or set model.quantization=none."
-            )
-        return
-    from grpo_cli.models import adapters  # late: it imports torch
-
-    adapters.require()
-    config = adapter_config(recipe)
-    if quantization != "none":
-        where = f"adapter.args.init_lora_weights = {config.init_lora_weights}"
-        if adapter.path is not None:
-            where = f"{adapter.path}: init {config.init_lora_weights}"
-        adapters.check_init(config, where)
-    if adapter.sync == "adapter":
-        lora.check(config)
-
-
-def adapter_config(recipe: Recipe) -> LoraConfig:
-    """Returns peft's config of the recipe's adapter, fresh or of `adapter.path`.
+def check_adapter(recipe: Recipe) -> LoraConfig | None:
+    """Checks that the recipe's adapter can be trained on its model; returns peft's config of it.
 
     Raises:
-        UserError: there is no such adapter, or peft does not take the settings.
+        UserError: it cannot, or the model is quantized and there is no adapter.
     """
-    from grpo_cli.models import adapters  # late: it imports torch
+    adapter, quantization = recipe.adapter, recipe.model.quantization
+    if adapter.method == quantization == "none":
+        return None
+    from grpo_cli.models import adapters  # late: it imports transformers
 
-    adapter = recipe.adapter
-    if adapter.path is None:
-        return adapters.config_of(adapter, recipe.model.path or "", recipe.model.revision)
-    folder = Path(adapter.path).expanduser()
-    if not sources.is_adapter(folder):
+    config = adapters.config_for(recipe)
+    if quantization != "none" and config is None:
         raise UserError(
-            f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
-            "adapter_model.safetensors."
+            f"model.quantization = {quantization}: quantized weights cannot be trained; train "
+            "an adapter on them (adapter=qlora), or set model.quantization=none."
         )
-    return adapters.read_config(folder)
+    if config is None:
+        return None
+    init = config.init_lora_weights
+    if quantization != "none" and init not in adapters.INIT_WITHOUT_BASE:
+        where = f"adapter.args.init_lora_weights = {init}"
+        where = where if adapter.path is None else f"{adapter.path}: init {init}"
+        raise UserError(
+            f"{where}: is made from the weights of the model under the adapter, which are "
+            "quantized; use adapter.args.init_lora_weights=gaussian or true, or "
+            "model.quantization=none."
+        )
+    if adapter.sync == "adapter":
+        lora.check(config)
+    return config
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

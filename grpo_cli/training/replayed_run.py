@@ -18,7 +18,8 @@ from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import Generator
-from grpo_cli.models.policy import Policy, load_model
+from grpo_cli.models.loading import load_model
+from grpo_cli.models.policy import Policy
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter

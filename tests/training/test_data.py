@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_cli.errors import UserError
-from grpo_cli.models.policy import LoadedModel
+from grpo_cli.models.loading import LoadedModel
 from grpo_cli.training import build, loop, prepare
 from grpo_cli.training.run import Run
 from tests.training.test_interrupted import leaving_at

@@ -185,9 +185,7 @@ def _sample(
         session: begins to score the groups while others are still being sampled.
         batch: the groups, if they were prefetched.
     """
-    # Processes in lockstep sample episodes in rounds: one that left early would block the others.
-    in_rounds = run.queue.episodes is not None and run.workers.runs_in_lockstep
-    leaving = nullcontext() if in_rounds else run.interrupts.interruptible()
+    leaving = run.interrupts.interruptible(run.queue.episodes is not None)
     share, groups = -(-number // run.workers.size), list[Group]()
     with clock.stage("generate"), leaving:
         sampling = run.queue.sample(recipe, number) if batch is None else nullcontext(batch.take())
