@@ -12,6 +12,7 @@ import glob
 import gzip
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -350,10 +351,10 @@ def _parse(text: str) -> Any:
     """Parses a JSON text.
 
     Raises:
-        ValueError: malformed JSON, a number with more than 4,300 digits, or half of a surrogate
-            pair, which tokenizers reject.
+        ValueError: malformed JSON, a repeated key, a number beyond float range or with more than
+            4,300 digits, or half of a surrogate pair, which tokenizers reject.
     """
-    value = json.loads(text)
+    value = json.loads(text, object_pairs_hook=_object, parse_float=_real)
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -361,6 +362,21 @@ def _parse(text: str) -> Any:
             half = ascii(error.object[error.start])
             raise ValueError(f"{half} is half of a surrogate pair") from error
     return value
+
+
+def _real(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"Number too big: {digits:.40}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
 
 
 def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
