@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from grpo_cli import cli
-from grpo_cli.config import parsing
 from grpo_cli.config.compose import recipe_files
+from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import prepare
@@ -260,7 +260,7 @@ def test_the_help_of_train_says_what_its_default_recipe_has(
     _, out, _ = grpo("train", "recipe=chat", "--cfg", "job")
     composed, text = yaml.safe_load(out), cli.HELP["train"]
     for key, value in re.findall(r"^  ([a-z_.]+)=([0-9e-]+) ", text, re.MULTILINE):
-        assert parsing.value_at(composed, key) == float(value)
+        assert value_at(composed, key) == float(value)
     assert "loss=dapo" in text
     assert "generation.num_generations=8" in text
 

@@ -165,8 +165,8 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         )  # fmt: skip
         dtype, rank = recipe.arithmetic_dtype, settings.max_lora_rank
         if rank is None and recipe.adapter.sync == "adapter":
-            prepare.check_adapter(recipe)
-            rank = lora.largest_rank(prepare.adapter_config(recipe))
+            config = prepare.check_adapter(recipe)
+            rank = None if config is None else lora.largest_rank(config)
         plan = dataclasses.replace(plan, max_lora_rank=rank)
         if transfer == "auto":
             transfer = recipe.generation.vllm.transfer
@@ -209,12 +209,12 @@ def build_model(recipe: Recipe) -> Path:
     from rich.console import Console
 
     from grpo_cli.environments.factory import open_sessions
-    from grpo_cli.training import build, prepare
+    from grpo_cli.training import inputs, prepare
 
     train, _ = prepare.train_rows_of(recipe)
     sessions = open_sessions(recipe, prepare.parts_of(train, {}))
     try:
-        return build.build_model(recipe, train, sessions, Console())
+        return inputs.build_model(recipe, train, sessions, Console())
     finally:
         if sessions is not None:
             sessions.close()

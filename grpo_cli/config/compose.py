@@ -30,12 +30,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config import parsing
-from grpo_cli.config.knob import as_written
-from grpo_cli.config.recipe import Recipe, entry_field, knobs
+from grpo_cli.config.keys import KNOBS, entry_field
+from grpo_cli.config.knob import as_written, flagged
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import without_dashes
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
 from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.files import read_yaml, reason
 from grpo_cli.generation.settings import Generation, Vllm
 from grpo_cli.models.settings import Adapter, Build, Model
 
@@ -65,12 +67,10 @@ LISTED = ("reward", "benchmark")  # groups that accept several choices together
 # Beginnings of overrides of mappings, in which the user chooses the key names.
 OPEN_KEYS = tuple(
     key + sign
-    for key, f in knobs()
+    for key, f in KNOBS.items()
     for sign in (".=" if key not in LISTED else ".")
     if str(f.type).startswith("dict")
 )
-# Keys of `dataset` that describe the recipe's own rows: they go if others are given.
-OF_ROWS = ("eval", "subset", "train_split", "eval_split", "prompt", "system", "columns")
 # Options that stay options: Hydra's, and the switches of verbs. Any other --NAME is a key.
 OPTIONS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
@@ -181,12 +181,12 @@ def compose_and_call(
                 guarded
             )()
     except yaml.YAMLError as error:  # for example, a duplicate key
-        raise not_yaml(f"recipe = {shown}", error) from error
+        raise UserError(f"recipe = {shown}: {reason(error)}.") from error
     except (HydraException, OmegaConfBaseException):  # explained by `error_message`
         raise
     except Exception as error:  # raised by Hydra; errors of `task` are stored in `raised`
-        reason = f"{type(error).__name__}: {parsing.first_line(error)}"
-        raise UserError(f"recipe = {shown}: cannot be composed: {reason}.") from error
+        cause = f"{type(error).__name__}: {parsing.first_line(error)}"
+        raise UserError(f"recipe = {shown}: cannot be composed: {cause}.") from error
     except SystemExit as done:  # raised by --help
         if done.code:
             raise
@@ -265,7 +265,11 @@ def _without_rows(
     of_choice = _read(_file(folder, f"dataset/{choice}"))
     defaults = dataclasses.asdict(Dataset())
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
-    gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
+    gone = [
+        k
+        for k in flagged(Dataset, "of_train")
+        if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]
+    ]
     words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone if key != "columns"]
     columns = {f"dataset.columns.{name}" for name in of_choice.get("columns", ())}
     words += [f"~{key}" for key in sorted(columns - given) if "columns" in gone]
@@ -446,7 +450,7 @@ def as_words(argv: Iterable[str]) -> list[str]:
 
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
-    switches = {key for key, f in knobs() if f.type == "bool"}
+    switches = {key for key, f in KNOBS.items() if f.type == "bool"}
     switches |= {"trust", "eager", "check", "dataset.chat"}
     file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
     return [
@@ -462,11 +466,10 @@ def as_text(override: str) -> str:
     """
     key, equals, value = override.partition("=")
     name = key.lstrip("+~")
-    fields = dict(knobs())
     entry = entry_field(name)
-    f = fields.get(name) or (entry[0] if entry else fields.get(name.rpartition(".")[0]))
+    f = KNOBS.get(name) or (entry[0] if entry else KNOBS.get(name.rpartition(".")[0]))
     kind = str(f.type).removesuffix(" | None") if f else ""
-    is_text = kind == "str" if name in fields or entry else kind == "dict[str, str]"
+    is_text = kind == "str" if name in KNOBS or entry else kind == "dict[str, str]"
     if not (equals and is_text) or value == "null" or re.fullmatch(r"'.*'|\".*\"", value, re.S):
         return override
     return f"{key}={quoted(value)}"
@@ -506,22 +509,12 @@ def _read(path: Path) -> dict[str, Any]:
     """Parses a recipe's file; {} if there is no such file."""
     if not path.is_file():
         return {}
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise not_yaml(f"recipe = {path}", error) from error
-    return tree if isinstance(tree, dict) else {}
+    return read_yaml(path)
 
 
 def is_stored(tree: Mapping[str, Any]) -> bool:
     """Returns whether a run stored this recipe; otherwise a user wrote it."""
     return list(tree.get("defaults") or [])[:2] == ["schema", "_self_"]
-
-
-def not_yaml(what: str, error: yaml.YAMLError) -> UserError:
-    """Returns the error for a file that YAML's parser rejects, with the position."""
-    place = str(getattr(error, "problem_mark", "")).strip()
-    return UserError(f"{what}: is not YAML: {getattr(error, 'problem', error)} {place}")
 
 
 def error_message(error: BaseException) -> str:

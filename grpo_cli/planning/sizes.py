@@ -142,13 +142,10 @@ def _traced_layers(
     kernel = settings.attn_implementation
     model = _built(config, dtype, {"attn_implementation": kernel} if kernel else {})
     loading.prepare_for_training(model, settings)
-    trained = 0
-    if adapter.method != "none":
-        args = {key: v for key, v in adapter.args.items() if key != "init_lora_weights"}
-        plain = replace(adapter, path=None, args=args)
-        with torch.device("meta"):
-            adapters.attach(model, adapters.config_of(plain, "plan", None), 0)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    args = {key: v for key, v in adapter.args.items() if key != "init_lora_weights"}
+    with torch.device("meta"):
+        adapters.attach_new(model, replace(adapter, path=None, args=args), "plan", None, 0)
+    trained = sum(p.numel() for p in adapters.tensors_of(model).values())
     logging.disable(logging.ERROR)  # torch logs an operation that it cannot trace
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -6,8 +6,6 @@ Text that the model has not sampled is dimmed: prompts, and replies of tools and
 from __future__ import annotations
 
 import json
-import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,17 +13,12 @@ from rich.console import Group
 from rich.rule import Rule
 from rich.text import Text
 
-from grpo_cli.config.interpolation import masked
+from grpo_cli.config.interpolation import printable
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import ImageError, StoredImage
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-# A model, or a tool, may write control sequences of a terminal, and characters that reverse the
-# direction of the text after them. Line breaks and tabs stay.
-_SUSPECT = re.compile(r"[^\n\t\x20-\x7e]")
-_NO_TEXT = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories of control and format characters
-_JOINERS = "\u200c\u200d"  # format characters that belong to words of some languages
 
 
 def trajectory(sample: Sample) -> Group:
@@ -91,26 +84,17 @@ def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = N
     role = str(message.get("role", ""))
     name = f" {message['name']}" if message.get("name") else ""
     text = Text(f"{printable(title or role + name)}: ", style=f"bold {COLOURS.get(role, 'white')}")
-    said = [printable(_content(message))] if _content(message) else []
-    said += [f"→ {printable(call)}" for call in _calls(message)]
-    text.append("\n".join(said), style="dim not bold default" if foreign else "not bold default")
-    return text
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """Returns the text of a message, which may be a list of parts."""
     content = message.get("content")
-    return "" if content is None else text_of(content)
-
-
-def _calls(message: Mapping[str, Any]) -> Iterator[str]:
+    said = [printable(text_of(content))] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments", {})
         if isinstance(arguments, Mapping):
             pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
             arguments = ", ".join(pairs)
-        yield f"{function.get('name')}({arguments})"
+        said.append("→ " + printable(f"{function.get('name')}({arguments})"))
+    text.append("\n".join(said), style="dim not bold default" if foreign else "not bold default")
+    return text
 
 
 def _pictures(images: Sequence[StoredImage]) -> str:
@@ -168,14 +152,3 @@ def _foot(sample: Sample) -> Iterator[str]:
 
 def _is_number(columns: Mapping[str, Any], name: str) -> bool:
     return isinstance(columns.get(name), (int, float))
-
-
-def printable(text: str) -> str:
-    """Returns a string without secrets, and with control characters escaped as in Python."""
-    return _SUSPECT.sub(lambda found: _escaped(found[0]), masked(text))
-
-
-def _escaped(character: str) -> str:
-    if character in _JOINERS or unicodedata.category(character) not in _NO_TEXT:
-        return character
-    return character.encode("unicode_escape").decode("ascii").replace("\\r", "\\x0d")

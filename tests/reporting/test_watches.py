@@ -1,4 +1,4 @@
-from grpo_cli.reporting.watches import Level, Rule, Shift, State, Watch
+from grpo_cli.reporting.alarms import Level, Rule, Shift, State, Watch
 from tests.tables import table
 
 

@@ -197,6 +197,8 @@ def test_a_resumed_run_keeps_the_quantization_of_its_base_model() -> None:
 def test_changed_optimizer_is_refused(tmp_path: Path, method: str, advice: str) -> None:
     (tmp_path / "training").mkdir()
     recipe = Recipe(adapter=Adapter(method=method))
+    if method == "lora":
+        (tmp_path / "adapter_config.json").touch()
     (tmp_path / "training" / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe))
     recipe.optimizer.algorithm = "torch.optim:SGD"
     with pytest.raises(UserError, match=rf"with {advice.format(tmp_path)}\.$"):
