@@ -30,8 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config import parsing
-from grpo_cli.config.knob import as_written
-from grpo_cli.config.recipe import Recipe, entry_field, knobs
+from grpo_cli.config.keys import KNOBS, entry_field
+from grpo_cli.config.knob import as_written, flagged
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import without_dashes
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
 from grpo_cli.distributed.settings import Distributed
@@ -65,12 +66,10 @@ LISTED = ("reward", "benchmark")  # groups that accept several choices together
 # Beginnings of overrides of mappings, in which the user chooses the key names.
 OPEN_KEYS = tuple(
     key + sign
-    for key, f in knobs()
+    for key, f in KNOBS.items()
     for sign in (".=" if key not in LISTED else ".")
     if str(f.type).startswith("dict")
 )
-# Keys of `dataset` that describe the recipe's own rows: they go if others are given.
-OF_ROWS = ("eval", "subset", "train_split", "eval_split", "prompt", "system", "columns")
 # Options that stay options: Hydra's, and the switches of verbs. Any other --NAME is a key.
 OPTIONS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
@@ -166,7 +165,7 @@ def compose_and_call(
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
             cfg.output_dir = f"{cfg.output_dir}-{job.job.num}"
             if os.environ.get("RANK", "0") == "0":
-                print(f"\njob {job.job.num}: {_differing(overrides, job)}; {cfg.output_dir}")
+                print(f"\njob {job.job.num}: {' '.join(job.overrides.task)}; {cfg.output_dir}")
         _replace_rewards(cfg)
         try:
             task(cfg)
@@ -208,17 +207,6 @@ def shipped(name: str) -> dict[str, Any] | None:
     tree: Any = OmegaConf.to_container(cfg)
     tree.pop("hydra", None)
     return {"recipe": name, **{k: v for k, v in tree.items() if k != "recipe"}}
-
-
-def _differing(overrides: Sequence[str], job: Any) -> str:
-    """Returns the overrides of a sweep job whose values differ between jobs."""
-    swept = {
-        override.key_or_group
-        for override in OverridesParser.create().parse_overrides([*overrides])
-        if override.is_sweep_override()
-    }
-    words = [w for w in job.overrides.task if w.lstrip("+").partition("=")[0] in swept]
-    return " ".join(words) or "every value as given"
 
 
 def _replace_rewards(cfg: DictConfig) -> None:
@@ -276,7 +264,11 @@ def _without_rows(
     of_choice = _read(_file(folder, f"dataset/{choice}"))
     defaults = dataclasses.asdict(Dataset())
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
-    gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
+    gone = [
+        k
+        for k in flagged(Dataset, "of_train")
+        if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]
+    ]
     words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone if key != "columns"]
     columns = {f"dataset.columns.{name}" for name in of_choice.get("columns", ())}
     words += [f"~{key}" for key in sorted(columns - given) if "columns" in gone]
@@ -457,7 +449,7 @@ def as_words(argv: Iterable[str]) -> list[str]:
 
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
-    switches = {key for key, f in knobs() if f.type == "bool"}
+    switches = {key for key, f in KNOBS.items() if f.type == "bool"}
     switches |= {"trust", "eager", "check", "dataset.chat"}
     file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
     return [
@@ -473,11 +465,10 @@ def as_text(override: str) -> str:
     """
     key, equals, value = override.partition("=")
     name = key.lstrip("+~")
-    fields = dict(knobs())
     entry = entry_field(name)
-    f = fields.get(name) or (entry[0] if entry else fields.get(name.rpartition(".")[0]))
+    f = KNOBS.get(name) or (entry[0] if entry else KNOBS.get(name.rpartition(".")[0]))
     kind = str(f.type).removesuffix(" | None") if f else ""
-    is_text = kind == "str" if name in fields or entry else kind == "dict[str, str]"
+    is_text = kind == "str" if name in KNOBS or entry else kind == "dict[str, str]"
     if not (equals and is_text) or value == "null" or re.fullmatch(r"'.*'|\".*\"", value, re.S):
         return override
     return f"{key}={quoted(value)}"

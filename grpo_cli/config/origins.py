@@ -27,7 +27,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from grpo_cli.config.compose import RECIPES, STORED
-from grpo_cli.config.recipe import Recipe, entry_field
+from grpo_cli.config.keys import entry_field
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import flat
 
 NOTHING = dataclasses.MISSING

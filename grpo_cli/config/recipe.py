@@ -6,24 +6,21 @@ dataclasses (or plain values) and never a raw config.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.checkpoints.settings import Checkpoint
 from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, section
-from grpo_cli.config.schedules import Schedule
-from grpo_cli.data.settings import Dataset, HeldOut, MixturePart
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
-from grpo_cli.evaluation.settings import Benchmark, Eval
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.generation.settings import Generation
 from grpo_cli.models.settings import Adapter, Model, Optimizer
 from grpo_cli.reporting.settings import Hub, Log, Tracking
-from grpo_cli.scoring.settings import Reward, Scoring, own_first
-from grpo_cli.training.settings import Callback, Stop, Update
+from grpo_cli.scoring.settings import Scoring, own_first
+from grpo_cli.training.settings import Stop, Update
 
 
 @dataclass
@@ -32,12 +29,17 @@ class Recipe:
 
     recipe: str = knob("", "Name of the recipe; set by the command line.")
     description: str = knob("", "One-line description, shown by `grpo recipes`.")
-    output_dir: str = knob("outputs/${recipe}", "Folder that the run writes to.")
-    overwrite: bool = knob(False, "Discard an earlier run in output_dir.")
+    output_dir: str = knob(
+        "outputs/${recipe}", "Folder that the run writes to.", of_start=True, rescoring=True
+    )
+    overwrite: bool = knob(
+        False, "Discard an earlier run in output_dir.", of_start=True, rescoring=True
+    )
     resume: str | None = knob(
         None,
         "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any.",
         training=True,
+        of_start=True,
     )
     resume_changed: bool = knob(
         False,
@@ -45,18 +47,21 @@ class Recipe:
         "with.",
         read_if=("resume",),
         training=True,
+        of_start=True,
     )
-    seed: int = at_least_0(0, "Seed of all random numbers.", lt=2**32)
+    seed: int = at_least_0(0, "Seed of all random numbers.", lt=2**32, decides="completions")
     steps: int = at_least_1(
         100,
         "Number of training steps; each samples one batch of completions and trains on it.",
         training=True,
+        without_effect=True,
     )
     epochs: float | None = above_0(
         None,
         "Length of the run in passes over the training prompts, which replaces `steps`; null: "
         "`steps` decides.",
         training=True,
+        without_effect=True,
     )
     prompts_per_step: int = at_least_1(
         32, "Prompts in one step, over all processes.", training=True
@@ -65,6 +70,7 @@ class Recipe:
         "auto",
         "Device to run on; auto: CUDA, else MPS, else CPU.",
         choices=("auto", "cpu", "cuda", "mps"),
+        without_effect=True,
     )
     mixed_precision: str = knob(
         "no",
@@ -75,46 +81,57 @@ class Recipe:
     )
     model: Model = section(Model)
     adapter: Adapter = section(Adapter, training=True)
-    dataset: Dataset = section(Dataset)
-    reward: dict[str, Any] = knob({}, "Rewards by name; each has function, weight and args.")
+    dataset: Dataset = section(Dataset, rows="own")
+    reward: dict[str, Any] = knob(
+        {}, "Rewards by name; each has function, weight and args.", rows="own"
+    )
     benchmark: dict[str, Any] = knob(
         {},
         "Benchmarks by name, such as benchmark=gsm8k,math; they replace dataset.eval in "
         "evaluation.",
+        rescoring=True,
     )
-    scoring: Scoring = section(Scoring)
+    scoring: Scoring = section(Scoring, without_effect=True)
     generation: Generation = section(Generation)
     tools: dict[str, str] = knob(
         {},
         "Tools that the model may call, by name: typed functions with docstrings, as "
         "my_module:my_function.",
+        rows="own",
+        decides="completions",
     )
-    environment: EnvironmentSettings = section(EnvironmentSettings)
-    episode: EpisodeSettings = section(EpisodeSettings)
+    environment: EnvironmentSettings = section(
+        EnvironmentSettings, rows="own", decides="completions", episodes=True
+    )
+    episode: EpisodeSettings = section(
+        EpisodeSettings, rows="own", decides="completions", episodes=True
+    )
     rollout: str | None = knob(
         None,
         "Function that makes the rollouts, as my_module:my_function; null: the model and its "
         "tools or environment take turns.",
+        rows="own",
+        decides="completions",
     )
-    loss: Loss = section(Loss, training=True)
+    loss: Loss = section(Loss, training=True, decides="updates")
     advantage: Advantage = section(Advantage, training=True)
     optimizer: Optimizer = section(Optimizer, training=True)
-    update: Update = section(Update, training=True)
+    update: Update = section(Update, training=True, decides="updates")
     schedules: dict[str, Any] = knob(
         {},
         "Schedules of scalars of loss and generation over the steps, such as loss.beta.to=0.",
         training=True,
     )
-    distributed: Distributed = section(Distributed)
+    distributed: Distributed = section(Distributed, without_effect=True)
     eval: Eval = section(Eval)
     stop: Stop = section(Stop, training=True)
-    checkpoint: Checkpoint = section(Checkpoint, training=True)
-    log: Log = section(Log, training=True)
-    tracking: Tracking = section(Tracking, training=True)
+    checkpoint: Checkpoint = section(Checkpoint, training=True, without_effect=True)
+    log: Log = section(Log, training=True, without_effect=True)
+    tracking: Tracking = section(Tracking, training=True, without_effect=True)
     callbacks: dict[str, Any] = knob(
         {}, "Callbacks by name; each has path and args.", training=True
     )
-    hub: Hub = section(Hub, training=True)
+    hub: Hub = section(Hub, training=True, without_effect=True)
 
     @property
     def arithmetic_dtype(self) -> str:
@@ -163,40 +180,3 @@ class Recipe:
         """Whether the run has, or a schedule will add, a KL to a reference."""
         schedule = self.schedules.get("loss.beta")
         return self.loss.beta > 0 or (schedule is not None and schedule.to > 0)
-
-
-def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yields (full key, field) of every knob of a dataclass, sections before their knobs."""
-    for f in dataclasses.fields(node):
-        yield prefix + f.name, f
-        if f.metadata.get("kind"):
-            yield from knobs(f.metadata["kind"], f"{prefix}{f.name}.")
-
-
-# Mappings whose keys the user chooses, and the class of their entries.
-ENTRIES: dict[str, type] = {
-    "reward": Reward,
-    "benchmark": Benchmark,
-    "schedules": Schedule,
-    "callbacks": Callback,
-    "dataset.held_out": HeldOut,
-    "dataset.mixture": MixturePart,
-}
-
-
-def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
-    """Finds the field of a key below an entry, such as `reward.NAME.weight`.
-
-    Returns:
-        (the field, the key's parts below it), or None for other keys.
-    """
-    for mapping, kind in ENTRIES.items():
-        _, is_below, rest = key.partition(f"{mapping}.")
-        if not key.startswith(f"{mapping}.") or not is_below:
-            continue
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        parts = rest.split(".")
-        start = len(parts) - 1 if kind is Schedule else 1  # names of schedules contain dots
-        if 0 < start < len(parts) and parts[start] in fields:
-            return fields[parts[start]], parts[start + 1 :]
-    return None

@@ -216,10 +216,11 @@ def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
     if len(paths) > 1:
         _check_parquet(paths, key, source)
     datasets.disable_progress_bars()
+    # The loaders log the errors that they also raise.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL + 1)
     try:
-        with _without_loader_errors():
-            names = [glob.escape(str(path)) for path in paths]
-            return datasets.load_dataset("parquet", data_files=names, split="train")
+        names = [glob.escape(str(path)) for path in paths]
+        return datasets.load_dataset("parquet", data_files=names, split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = reason(error.__cause__ or error)
         if "corresponds to no data" in cause:
@@ -286,18 +287,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "it does not fit into memory"
     return str(error).split("\n")[0] or type(error).__name__
-
-
-@contextlib.contextmanager
-def _without_loader_errors() -> Iterator[None]:
-    """Suppresses the log of an error that the loaders of `datasets` also raise."""
-    logger = logging.getLogger("datasets.packaged_modules")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _keep_text(

@@ -68,21 +68,32 @@ class Dataset:
         None,
         "Held-out rows: a hub name, or local data as for dataset.train; null: no evaluation on "
         "rows.",
+        of_train=True,
     )
-    subset: str | None = knob(None, "Configuration of the hub data set (GSM8K has `main`).")
-    train_split: str = knob("train", "Split of a hub data set or a folder to train on.")
-    eval_split: str = knob("test", "Split of a hub data set or a folder to evaluate on.")
+    subset: str | None = knob(
+        None, "Configuration of the hub data set (GSM8K has `main`).", of_train=True
+    )
+    train_split: str = knob(
+        "train", "Split of a hub data set or a folder to train on.", of_train=True
+    )
+    eval_split: str = knob(
+        "test", "Split of a hub data set or a folder to evaluate on.", of_train=True
+    )
     columns: dict[str, str] = knob(
-        {}, "Columns to rename before they are used, as new_name: old_name."
+        {}, "Columns to rename before they are used, as new_name: old_name.", of_train=True
     )
     prompt: str | None = knob(
         None,
         "Column of the prompt, or a template over the row's columns such as '{question} Answer "
         "briefly.', in which a literal brace is written twice; null: the first of the columns "
         "prompt, messages, question and problem.",
+        of_train=True,
     )
     system: str | None = knob(
-        None, "System prompt, for prompts that are chats.", read_if=("dataset.chat", "auto", True)
+        None,
+        "System prompt, for prompts that are chats.",
+        read_if=("dataset.chat", "auto", True),
+        of_train=True,
     )
     chat: Any = knob(
         "auto",
@@ -110,12 +121,14 @@ class Dataset:
         1_048_576,
         "Pixels of an image at most; a larger image is resized, its sides in the same ratio. null: "
         "no image is resized. The tokens of an image grow with its pixels in most models.",
+        rows="any",
     )
     bad_rows: str = knob(
         "stop",
         "Treatment of a row with an image that cannot be read, or that a reward refuses, such as "
         "tests of `code` that test nothing: stop with an error, or drop the row.",
         choices=("stop", "drop"),
+        rows="any",
     )
     shuffle: bool = knob(
         True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only.", training=True

@@ -76,28 +76,25 @@ def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
     if path is None:
-        yield from _hub_rows(config, start)
+        row = start
+        try:
+            table = load_hub(source, config.subset, split, key, streaming=True)
+            for values in files.undecoded(table).skip(start):
+                yield values
+                row += 1
+        except UserError:
+            raise
+        except Exception as error:  # hub, network and format errors have no common base
+            raise UserError(
+                f"{key} = {source}: row {row} cannot be read from the hub: "
+                f"{type(error).__name__}: {files.reason(error)}"
+            ) from error
     elif files.is_saved_to_disk(path):
         table = files.undecoded(files.load_local(path, config.subset, split, key))
         yield from table.select(range(start, len(table)))
     else:
         found = files.find_files(path, config.subset, split, key)
         yield from files.stream_files(found, key, path, start)
-
-
-def _hub_rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
-    source, split, key = str(config.train), config.train_split, "dataset.train"
-    table = files.undecoded(load_hub(source, config.subset, split, key, streaming=True))
-    row = start
-    try:
-        for values in table.skip(start):
-            yield values
-            row += 1
-    except Exception as error:  # hub, network and format errors have no common base
-        raise UserError(
-            f"{key} = {source}: row {row} cannot be read from the hub: {type(error).__name__}: "
-            f"{files.reason(error)}"
-        ) from error
 
 
 class Block(NamedTuple):

@@ -174,8 +174,3 @@ class Episode:
             parse_errors=self.parse_errors,
             env_retries=max(0, self.opened - 1),
         )
-
-
-def has_same_effect(a: Observation, b: Observation) -> bool:
-    """Returns whether two observations have the same messages, reward and done."""
-    return (list(a.messages), a.reward, a.done) == (list(b.messages), b.reward, b.done)

@@ -159,17 +159,14 @@ class Functions:
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
         """Makes calls in order; consecutive calls of async tools run concurrently."""
         answers: list[Answer] = []
-        for is_async, some in itertools.groupby(calls, self._is_async):
+        asynchronous = {name for name, tool in self.tools.items() if tool.is_async}
+        for is_async, some in itertools.groupby(calls, lambda c: name_of(c) in asynchronous):
             if is_async:
                 wrap = self.deadlines.wrap
                 answers += await asyncio.gather(*(wrap(self._call(call)) for call in some))
             else:
                 answers += [await self._call(call) for call in some]
         return answers
-
-    def _is_async(self, call: Mapping[str, Any]) -> bool:
-        tool = self.tools.get(name_of(call))
-        return tool is not None and tool.is_async
 
     async def _call(self, call: Mapping[str, Any]) -> Answer:
         self.deadlines.begin()

@@ -257,10 +257,6 @@ def refuse_bad_image(message: str) -> None:
 
 
 def rewards(config: Benchmark) -> dict[str, Reward]:
-    """Returns the benchmark's only reward, under its function's short name."""
-    return {short_name(config): Reward(function=config.reward, args=dict(config.args))}
-
-
-def short_name(config: Benchmark) -> str:
-    """Returns the name of the benchmark's reward: `math` also for my_package.my:math."""
-    return config.reward.rpartition(":")[2]
+    """Returns the benchmark's only reward, under its name: `math` also for my_package.my:math."""
+    name = config.reward.rpartition(":")[2]
+    return {name: Reward(function=config.reward, args=dict(config.args))}

@@ -134,26 +134,22 @@ class Evaluator:
             if not key.startswith("time/")
         }
         everyones = [f for part in workers.gather(facts) for f in part]
-        self._check_environments(task, sum(f.unscored for f in everyones), groups)
+        episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
+        failed = sum(f.unscored for f in everyones)  # they count as wrong
+        if isinstance(episodes, EpisodeLoop) and failed > episodes.max_failed_share * total:
+            errors = [r.completion.env_error for g in groups for r in g.rollouts]
+            last = next(filter(None, reversed(errors)), "of another process")
+            raise TrainingError(
+                f"evaluation of {task.label}: the environments of {failed} of {total} episodes "
+                f"failed, more than environment.max_failed_share = {episodes.max_failed_share:g}; "
+                f"the last error: {last}"
+            )
         found = summarize(everyones, self.config, task.num_samples) | of_rewards
         kept: list[Group] = []
         if keep_groups:
             kept = [g for part in workers.gather_on_main(groups) for g in part]
             kept.sort(key=lambda g: g.prompt_index)
         return TaskResult(task, found, kept)
-
-    def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
-        """Raises a TrainingError if too many environments failed; their episodes count as wrong."""
-        episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
-        if not isinstance(episodes, EpisodeLoop) or failed <= episodes.max_failed_share * total:
-            return
-        errors = [r.completion.env_error for g in groups for r in g.rollouts]
-        last = next(filter(None, reversed(errors)), "of another process")
-        raise TrainingError(
-            f"evaluation of {task.label}: the environments of {failed} of {total} episodes failed, "
-            f"more than environment.max_failed_share = {episodes.max_failed_share:g}; the last "
-            f"error: {last}"
-        )
 
     def _sampled(
         self, task: Task, prompts: Sequence[tuple[int, Prompt]]

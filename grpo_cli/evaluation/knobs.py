@@ -14,62 +14,42 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from grpo_cli.config import knob
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.parsing import value_at
-from grpo_cli.config.recipe import Recipe, knobs
+from grpo_cli.config.keys import KNOBS, flagged, is_among
+from grpo_cli.config.knob import flags_of, value_at
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.generation.settings import Tools
 
 # Keys of knobs and sections that only training reads.
-OF_TRAINING = [key for key, f in knobs() if f.metadata.get("training")]
-MEANT = {  # keys of training -> the keys that evaluation reads instead
-    "generation.temperature": "eval.temperature",
-    "generation.top_p": "eval.top_p",
-    "generation.num_generations": "eval.num_samples",
-}
-OF_SAMPLING = (  # read with eval.sampling=training
-    "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
-)  # fmt: skip
-# Without effect on an evaluation's numbers; the model is the checkpoint.
-WITHOUT_EFFECT = ("model.path", "generation.num_generations", "generation.max_num_seqs")
-OF_ANY_ROWS = ("dataset.max_pixels", "dataset.bad_rows")  # also of a benchmark's rows
-# Sections of the recipe's held-out rows, which benchmarks replace.
-OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
-# Keys that are read when stored completions are scored.
-READ_OF_COMPLETIONS = (
-    "benchmark.", "scoring.workers", "scoring.worker_memory_gb",
-    "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite",
-    "hydra.",
-)  # fmt: skip
-READ_OF_THEIR_BENCHMARK = (
-    "data", "subset", "split", "columns", "modes", "reward", "args", "breakdown",
-)  # fmt: skip
+OF_TRAINING = flagged("training")
 
 
 def check_read(overrides: Sequence[str]) -> None:
     """Refuses keys on the command line that only training reads."""
     as_in_training = "eval.sampling=training" in overrides
+    sampling, inside = flagged("evaluated_if"), [*OF_TRAINING, "dataset.mixture"]
     for word in overrides:
         key = key_set_by(word)
         # An evaluation always resumes.
-        if word == "resume=auto" or (as_in_training and key in OF_SAMPLING):
+        if word == "resume=auto" or (as_in_training and key in sampling):
             continue
-        if key in MEANT:
-            raise UserError(f"{word}: is only read in training; evaluation reads {MEANT[key]}.")
-        inside = [f"{known}." for known in (*OF_TRAINING, "dataset.mixture")]
-        if f"{key}.".startswith(tuple(inside)) or key in OF_SAMPLING:
+        if key in KNOBS and (instead := flags_of(KNOBS[key]).evaluated_as):
+            raise UserError(f"{word}: is only read in training; evaluation reads {instead}.")
+        if is_among(key, inside) or key in sampling:
             raise UserError(f"{word}: is only read in training.")
 
 
 def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
     """Refuses keys of the held-out rows if benchmarks are evaluated instead."""
-    of_rows = [*(f"{section}." for section in OF_ROWS), "eval.accuracy"]
     for word in overrides:
         key = key_set_by(word)
         if recipe.dataset.test_split_size is None and key.startswith("dataset.train"):
             raise UserError(f"{word}: is only read in training.")
-        if recipe.benchmark and is_among(key, of_rows) and key not in OF_ANY_ROWS:
+        of_rows = is_among(key, flagged("rows", "own")) and key not in flagged("rows", "any")
+        if recipe.benchmark and of_rows:
             raise UserError(
                 f"{word}: is about the recipe's held-out rows, and benchmarks are evaluated in "
                 f"their place: {listed(recipe.benchmark)}."
@@ -81,22 +61,14 @@ def check_read_of_completions(overrides: Sequence[str]) -> None:
     for word in overrides:
         key = key_set_by(word)
         section, *rest = key.split(".")  # benchmark.NAME.KNOB
-        known: Sequence[str] = READ_OF_COMPLETIONS
-        of = ""
+        known, of = flagged("rescoring"), ""
         if section == "benchmark" and len(rest) > 1:
-            key, known, of = rest[1], READ_OF_THEIR_BENCHMARK, " of a benchmark"
-        if key and not is_among(key, known):
-            shown = listed(k.rstrip(".") for k in known if k != "hydra.")
+            key, known, of = rest[1], knob.flagged(Benchmark, "rescoring"), " of a benchmark"
+        if key and not is_among(key, [*known, "hydra"]):
             raise UserError(
                 f"{word}: nothing is sampled with completions=FILE, and nothing reads it; what is "
-                f"read{of} is {shown}."
+                f"read{of} is {listed(known)}."
             )
-
-
-def is_among(key: str, known: Sequence[str]) -> bool:
-    """Returns whether a key is in `known`, or in one of its sections."""
-    sections = tuple(k for k in known if k.endswith("."))
-    return key in known or f"{key}.".startswith(sections)
 
 
 def key_set_by(word: str) -> str:
@@ -117,12 +89,18 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
         for key in OF_TRAINING:
             OmegaConf.update(cfg, key, OmegaConf.select(defaults, key), merge=False)
         given = [key_set_by(word) for word in overrides]
-        if not any(is_among(key, ["model.args."]) for key in given):
+        if not any(is_among(key, ["model.args"]) for key in given):
             cfg.model.args = {}  # arguments of training's initial model
         if "overwrite" not in given:
             cfg.overwrite = False
-        tools_given = any(is_among(key, ["generation.tools."]) for key in given)
-        if not tools_given and not _runs_programs(cfg):
+        known = {name: mode.tools for name, mode in Benchmark().modes.items()}
+        runs_programs = any(
+            OmegaConf.select(entry, f"modes.{mode}.tools", default=known.get(mode, False))
+            for entry in cfg.benchmark.values()
+            for mode in cfg.eval.mode
+            if entry is not None
+        )
+        if not (runs_programs or any(is_among(key, ["generation.tools"]) for key in given)):
             cfg.generation.tools = OmegaConf.structured(Tools())
 
 
@@ -139,17 +117,6 @@ def without_unread_data(cfg: DictConfig) -> DictConfig:
     return out
 
 
-def _runs_programs(cfg: DictConfig) -> bool:
-    """Returns whether a composed, unchecked recipe evaluates in a mode with tools."""
-    known = {name: mode.tools for name, mode in Benchmark().modes.items()}
-    return any(
-        OmegaConf.select(entry, f"modes.{mode}.tools", default=known.get(mode, False))
-        for entry in cfg.benchmark.values()
-        for mode in cfg.eval.mode
-        if entry is not None
-    )
-
-
 def settings(recipe: Recipe) -> dict[str, Any]:
     """Returns the settings for eval.json.
 
@@ -160,15 +127,10 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
     values = dataclasses.asdict(recipe)
     values["eval"]["temperature"] = recipe.evaluation_temperature
-    if recipe.eval.sampling != "training":
-        for key in ("temperature", "top_p", "top_k", "min_p"):
-            del values["generation"][key]
-    for key in (*OF_TRAINING, *WITHOUT_EFFECT):
+    for key in KNOBS:
         section, _, name = key.rpartition(".")
-        if section:
-            del value_at(values, section)[name]
-    vllm = values["generation"]["vllm"]
-    values["generation"]["vllm"] = {k: vllm[k] for k in ("regex", "json_schema", "dtype")}
+        if section and not _is_recorded(recipe, key) and value_at(values, section) is not None:
+            value_at(values, section).pop(name, None)
     names = ["seed", "mixed_precision", "model", "eval", "generation"]
     if recipe.benchmark:
         defaults = as_recorded(Benchmark())
@@ -179,9 +141,17 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         values["max_pixels"] = recipe.dataset.max_pixels
         names += ["benchmark", "max_pixels"]
     else:
-        names += OF_ROWS
+        names += [key for key in flagged("rows", "own") if key in values]
     report = {name: values[name] for name in names}
     return {**as_text(report), "settings_hash": hash_of(report), "versions": versions()}
+
+
+def _is_recorded(recipe: Recipe, key: str) -> bool:
+    flags = flags_of(KNOBS[key])
+    if flags.evaluated_if:
+        other, value = flags.evaluated_if
+        return bool(value_at(recipe, other) == value)
+    return not (flags.training or flags.evaluated_as or flags.without_effect)
 
 
 def as_recorded(benchmark: Benchmark) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
@@ -22,12 +22,11 @@ class Mode:
     )
 
 
-def _modes() -> dict[str, Mode]:
-    prompt = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-    return {
-        "cot": Mode(prompt, title="Chain-of-Thought Reasoning"),
-        "tir": Mode(tools=True, title="Tool-Integrated Reasoning"),
-    }
+IN_WORDS = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+MODES = {
+    "cot": Mode(IN_WORDS, title="Chain-of-Thought Reasoning"),
+    "tir": Mode(tools=True, title="Tool-Integrated Reasoning"),
+}
 
 
 @dataclass
@@ -42,18 +41,18 @@ class Benchmark:
         "",
         "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern or a folder of "
         "such files, or pkg://package/file.",
+        rescoring=True,
     )
-    subset: str | None = knob(None, "Configuration of the hub data set.")
-    split: str = knob("test", "Split of a hub data set or a folder.")
+    subset: str | None = knob(None, "Configuration of the hub data set.", rescoring=True)
+    split: str = knob("test", "Split of a hub data set or a folder.", rescoring=True)
     columns: dict[str, str] = knob(
-        {}, "Columns to rename before they are used, as new_name: old_name."
+        {}, "Columns to rename before they are used, as new_name: old_name.", rescoring=True
     )
-    modes: dict[str, Mode] = field(
-        default_factory=_modes,
-        metadata={
-            "doc": "Modes that eval.mode can name; each has prompt, tools, title and published. "
-            "cot (in words) and tir (with programs that are run) are there, tir without a prompt."
-        },
+    modes: dict[str, Mode] = knob(
+        MODES,
+        "Modes that eval.mode can name; each has prompt, tools, title and published. cot (in "
+        "words) and tir (with programs that are run) are there, tir without a prompt.",
+        rescoring=True,
     )
     system: str | None = knob(None, "System prompt, for prompts that are chats.")
     chat: bool | None = knob(
@@ -66,10 +65,16 @@ class Benchmark:
     )
     shots: int = at_least_0(0, "Number of worked examples that precede the problem.")
     reward: str = knob(
-        "math", "Reward function that gives 1 to a correct answer (see `grpo rewards`)."
+        "math",
+        "Reward function that gives 1 to a correct answer (see `grpo rewards`).",
+        rescoring=True,
     )
-    args: dict[str, Any] = knob({}, "Keyword arguments of the benchmark's reward function.")
-    breakdown: list[str] = knob([], "Columns by which the accuracy is also reported.")
+    args: dict[str, Any] = knob(
+        {}, "Keyword arguments of the benchmark's reward function.", rescoring=True
+    )
+    breakdown: list[str] = knob(
+        [], "Columns by which the accuracy is also reported.", rescoring=True
+    )
     max_completion_tokens: int | None = at_least_1(
         None,
         "Length limit of a completion, unless eval.max_completion_tokens is set; null: "
@@ -99,6 +104,7 @@ class Eval:
         None,
         "Reward function whose value 1 counts as correct; null: the recipe's first reward of your "
         "own, or the first of all.",
+        rows="own",
     )
     num_samples: int = at_least_1(1, "Completions per held-out row or problem.")
     sampling: str = knob(
@@ -126,18 +132,23 @@ class Eval:
         ["cot"],
         "Modes in which benchmarks are solved: in words (cot), or with programs that are run "
         "(tir).",
+        rescoring=True,
     )
     metric: list[str] = knob(
         [],
         "Metrics over several completions of a row: mean accuracy, pass@k, maj@k; empty: all.",
         choices=("mean", "pass", "maj"),
+        rescoring=True,
     )
     k: list[int] = at_least_1(
         [],
         "Values of k in pass@k and maj@k; empty: the powers of 2 up to eval.num_samples, and "
         "eval.num_samples.",
+        rescoring=True,
     )
-    limit: int | None = at_least_1(None, "Use only the first N rows of every benchmark.")
+    limit: int | None = at_least_1(
+        None, "Use only the first N rows of every benchmark.", rescoring=True
+    )
     best: str = knob(
         "accuracy",
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "

@@ -197,13 +197,14 @@ def markdown(subject: str, results: Sequence[TaskResult]) -> str:
         for other in dict.fromkeys(model for name in names for model in modes[name].published):
             published = [modes[name].published.get(other) for name in names]
             text.append(_line(other, ["–" if v is None else f"{v:.1f}%" for v in published]))
-        text.append(_line(model, [_accuracy(own[n]) if n in own else "–" for n in names]))
+        found = {
+            n: [100 * m[f"accuracy{end}"] for end in ("", "_low", "_high")] for n, m in own.items()
+        }
+        shown = {
+            n: f"{value:.1f}% [{low:.1f}, {high:.1f}]" for n, (value, low, high) in found.items()
+        }
+        text.append(_line(model, [shown.get(name, "–") for name in names]))
     return "\n".join(text) + "\n"
-
-
-def _accuracy(metrics: Mapping[str, float]) -> str:
-    value, low, high = (100 * metrics[f"accuracy{end}"] for end in ("", "_low", "_high"))
-    return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
 
 def _line(head: str, cells: Sequence[str]) -> str:

@@ -5,14 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if, section
+from grpo_cli.config.knob import (
+    above_0,
+    at_least_0,
+    at_least_1,
+    flagged,
+    knob,
+    read_if,
+    section,
+    value_at,
+)
+
+TRAINING = ("eval.sampling", "training")
 
 
 @read_if("generation.engine", "vllm_server")
 @dataclass
 class _VllmServers:
     servers: list[str] = knob(
-        [], "Addresses of running `grpo serve` processes, such as http://node1:8000."
+        [],
+        "Addresses of running `grpo serve` processes, such as http://node1:8000.",
+        without_effect=True,
     )
     transfer: str = knob(
         "auto",
@@ -20,6 +33,7 @@ class _VllmServers:
         "(CPU), disk (files in output_dir, which the servers must see); auto: as the server was "
         "started.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
+        without_effect=True,
     )
     prefetch_steps: int = at_least_0(
         0,
@@ -40,14 +54,19 @@ class _VllmServers:
 @dataclass
 class _VllmColocated:
     tensor_parallel: int = at_least_1(
-        1, "Training processes that share one engine; must divide their number."
+        1,
+        "Training processes that share one engine; must divide their number.",
+        without_effect=True,
     )
-    memory: float = above_0(0.3, "Share of the GPU's memory that the engine may use.", le=1)
+    memory: float = above_0(
+        0.3, "Share of the GPU's memory that the engine may use.", le=1, without_effect=True
+    )
     sleep: int = at_least_0(
         0,
         "Engine memory during an update: kept (0), cache freed and weights moved to the host "
         "(1), or both freed (2); GPUs only.",
         le=2,
+        without_effect=True,
     )
     dtype: str = knob(
         "auto",
@@ -60,6 +79,7 @@ class _VllmColocated:
         "Other engine arguments of vLLM, such as block_size. Unless they are set here, "
         "max_model_len follows from the data and the other limits, and enforce_eager is true on "
         "the CPU.",
+        without_effect=True,
     )
 
 
@@ -68,15 +88,20 @@ class _VllmColocated:
 class Vllm(_VllmColocated, _VllmServers):
     """Settings of vLLM, in the trainer's processes (colocate) or in servers of `grpo serve`."""
 
-    regex: str | None = knob(None, "Regular expression that every completion must match.")
+    regex: str | None = knob(
+        None, "Regular expression that every completion must match.", decides="distribution"
+    )
     json_schema: str | None = knob(
-        None, "JSON schema that every completion must match: JSON text, or a .json file."
+        None,
+        "JSON schema that every completion must match: JSON text, or a .json file.",
+        decides="distribution",
     )
     check_weights: bool = knob(
         True,
         "After each weight update, compare the engine's and the trainer's log-probabilities "
         "of a few fixed tokens; if they differ by more than rounding, repeat the update once, "
         "then stop.",
+        without_effect=True,
     )
 
 
@@ -100,50 +125,72 @@ class Tools:
 class Generation:
     """Sampling of completions."""
 
-    engine: str = knob(
-        "transformers",
-        "Engine that samples completions.",
-    )
+    engine: str = knob("transformers", "Engine that samples completions.", decides="completions")
     num_generations: int = knob(
-        8, "Completions per prompt (the group size).", ge=2, schedulable=True
+        8,
+        "Completions per prompt (the group size).",
+        ge=2,
+        schedulable=True,
+        decides="completions",
+        evaluated_as="eval.num_samples",
     )
-    max_completion_tokens: int = at_least_1(256, "Length limit of a completion, in tokens.")
+    max_completion_tokens: int = at_least_1(
+        256, "Length limit of a completion, in tokens.", decides="completions"
+    )
     min_completion_tokens: int = at_least_0(
-        0, "Smallest number of tokens in a completion: no eos and no stop string ends it earlier."
+        0,
+        "Smallest number of tokens in a completion: no eos and no stop string ends it earlier.",
+        decides="distribution",
     )
     stop: list[str] = knob(
-        [], "Texts that end a completion; the token that completes such a text is its last token."
+        [],
+        "Texts that end a completion; the token that completes such a text is its last token.",
+        decides="completions",
     )
     temperature: float = above_0(
         1.0,
         "Sampling temperature, also applied to the trainer's log-probabilities.",
         schedulable=True,
+        decides="completions",
+        evaluated_as="eval.temperature",
+        evaluated_if=TRAINING,
     )
     top_p: float = above_0(
         1.0,
         "Sample only from the most likely tokens that hold this share of the probability.",
         le=1,
         schedulable=True,
+        decides="distribution",
+        evaluated_as="eval.top_p",
+        evaluated_if=TRAINING,
     )
     top_k: int = at_least_0(
-        0, "Sample only from the K most likely tokens; 0: from all.", schedulable=True
+        0,
+        "Sample only from the K most likely tokens; 0: from all.",
+        schedulable=True,
+        decides="distribution",
+        evaluated_if=TRAINING,
     )
     min_p: float = at_least_0(
         0.0,
         "Drop tokens whose probability is below this share of the most likely token's.",
         le=1,
         schedulable=True,
+        decides="distribution",
+        evaluated_if=TRAINING,
     )
     repetition_penalty: float = above_0(
         1.0,
         "Penalty on tokens that the prompt or completion already holds: positive logits are "
         "divided by it, negative ones multiplied; 1: none.",
+        decides="distribution",
     )
     presence_penalty: float = knob(
         0.0,
         "Subtracted from the logit of each token that the completion already holds.",
         ge=-2,
         le=2,
+        decides="distribution",
     )
     frequency_penalty: float = knob(
         0.0,
@@ -151,21 +198,26 @@ class Generation:
         "holds it.",
         ge=-2,
         le=2,
+        decides="distribution",
     )
     logit_bias: dict[int, float] = knob(
         {},
         "Numbers that are added to the logits of tokens, by token id, such as {42: -5}.",
         ge=-100,
         le=100,
+        decides="distribution",
     )
     stop_token_ids: list[int] = knob(
-        [], "Tokens that end a completion, by token id, in addition to the model's own."
+        [],
+        "Tokens that end a completion, by token id, in addition to the model's own.",
+        decides="completions",
     )
     max_num_seqs: int | None = at_least_1(
         None,
         "Completions decoded at the same time (vLLM: per engine, or requested from a server "
         "by one process); null: by free memory. Halved when memory runs out; a group is never "
         "split.",
+        without_effect=True,
     )
     max_logp_difference: float | None = above_0(
         1.0,
@@ -185,14 +237,5 @@ class Generation:
     @property
     def changed_by(self) -> list[str]:
         """The knobs that change the sampling distribution from softmax(logits / temperature)."""
-        default = Generation()
-        names = [n for n in CHANGING if getattr(self, n) != getattr(default, n)]
-        structured = ("regex", "json_schema")
-        return names + [f"vllm.{n}" for n in structured if getattr(self.vllm, n) is not None]
-
-
-# Sampling knobs for `Generation.changed_by`.
-CHANGING = (
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "min_completion_tokens",
-)  # fmt: skip
+        default, keys = Generation(), flagged(Generation, "decides", "distribution")
+        return [key for key in keys if value_at(self, key) != value_at(default, key)]

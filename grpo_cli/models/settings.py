@@ -42,6 +42,7 @@ class Model:
         None,
         "Hub name or folder of a transformers causal language model, or the folder of a run: its "
         "newest checkpoint.",
+        evaluated_as="checkpoint",
     )
     revision: str | None = knob(
         None, "Branch, tag or commit of the model on the hub.", read_if=("model.path",)
@@ -75,6 +76,7 @@ class Model:
         "4 bits a weight (nf4, QLoRA). The output head, embeddings and norms are not quantized. "
         "Training needs an adapter with it.",
         choices=("none", "nf4"),
+        kept=True,
     )
     head_dtype: str = knob(
         "auto",
@@ -88,6 +90,7 @@ class Model:
         "Format in which the model writes tool calls. auto: the tokenizer's own response template, "
         "or the first of the others that reads a call as the chat template writes it.",
         choices=("auto", "hermes", "qwen3_5", "llama3", "mistral"),
+        episodes=True,
     )
     attn_implementation: str | None = knob(
         None,
@@ -141,13 +144,17 @@ class Adapter:
         "model: LoRA (lora), LoRA with trained magnitudes (dora), or LoRA scaled by alpha/√rank "
         "(rslora).",
         choices=("none", "lora", "dora", "rslora"),
+        kept=True,
     )
-    rank: int = at_least_1(16, "Rank r of the adapter's matrices.")
-    alpha: float = above_0(32.0, "Scale of the adapter: its product is multiplied by alpha/rank.")
+    rank: int = at_least_1(16, "Rank r of the adapter's matrices.", kept=True)
+    alpha: float = above_0(
+        32.0, "Scale of the adapter: its product is multiplied by alpha/rank.", kept=True
+    )
     target_modules: Any = knob(
         "all-linear",
         "Modules that get an adapter: all-linear (every linear layer except the output head), a "
         "list of names such as [q_proj,v_proj], or a regular expression of full names.",
+        kept=True,
     )
     path: str | None = knob(
         None,
@@ -158,6 +165,7 @@ class Adapter:
         {},
         "Further fields of peft's LoraConfig, such as lora_dropout, target_parameters, "
         "modules_to_save, init_lora_weights or rank_pattern.",
+        kept=True,
     )
     sync: str = knob(
         "merge",
@@ -179,9 +187,10 @@ class Optimizer:
         "adamw",
         "Optimizer: adamw, muon (AdamW for all but hidden matrices), or a class of PyTorch, of "
         "bitsandbytes or of your own, such as torch.optim:SGD.",
+        kept=True,
     )
     args: dict[str, Any] = knob(
-        {}, "Further arguments of the optimizer's constructor, such as momentum of muon."
+        {}, "Further arguments of the optimizer's constructor, such as momentum of muon.", kept=True
     )
     learning_rate: float = at_least_0(1e-6, "Peak learning rate.")
     betas: list[float] = at_least_0(

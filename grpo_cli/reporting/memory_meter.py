@@ -51,7 +51,14 @@ class MemoryMeter:
     def note(self, stage: str) -> None:
         """Counts the peak since the last call for a stage, and resets it."""
         assert self.base is not None, "a step that is measured has begun"
-        self.peaks[stage] = max(self.peaks.get(stage, 0), self._highest() - self.base)
+        highest = int(psutil.Process().memory_info().rss)
+        if self.device.type == "cuda":
+            highest = int(torch.cuda.max_memory_allocated(self.device))
+        else:
+            with suppress(OSError):
+                if found := re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE):
+                    highest = int(found[1]) * 1024
+        self.peaks[stage] = max(self.peaks.get(stage, 0), highest - self.base)
         self.skip()
 
     def skip(self) -> None:
@@ -62,15 +69,6 @@ class MemoryMeter:
         give_back()
         with suppress(OSError):
             CLEAR.write_text("5")  # resets the peak resident memory
-
-    def _highest(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
-        with suppress(OSError):
-            found = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
-            if found is not None:
-                return int(found[1]) * 1024
-        return int(psutil.Process().memory_info().rss)
 
 
 def give_back() -> None:

@@ -65,7 +65,11 @@ class Bar:
             return
         now = time.monotonic()
         self.marks.append((done, now))
-        left = self._seconds_left()
+        first, left = self.marks[0][0], 0.0 if done >= self.total else None
+        if left is None and 10 * (done - first) >= self.total - first and len(self.marks) > 2:
+            half = first + (done - first) / 2
+            since, then = max(mark for mark in self.marks if mark[0] <= half)
+            left = (now - then) / (done - since) * (self.total - done)
         remaining = "" if left is None else f"{clock(left)} left"
         if self.console.is_terminal:
             bar = self._show(done)
@@ -95,17 +99,6 @@ class Bar:
             self.bar.add_task(self.name, total=self.total, completed=done, text="", left="")
             self.bar.start()
         return self.bar
-
-    def _seconds_left(self) -> float | None:
-        """Returns the expected seconds until all is done, None if too little is done."""
-        (first, _), (done, now) = self.marks[0], self.marks[-1]
-        if done >= self.total:
-            return 0.0
-        if 10 * (done - first) < self.total - first or len(self.marks) < 3:
-            return None
-        half = first + (done - first) / 2
-        since, then = max(mark for mark in self.marks if mark[0] <= half)
-        return (now - then) / (done - since) * (self.total - done)
 
     def _write(self) -> None:
         if self.held_back is not None:

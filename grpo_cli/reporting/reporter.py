@@ -137,15 +137,22 @@ class Reporter:
         self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
-        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated."""
+        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated.
+
+        The rule that ended the run is dropped too: it is written again when the run ends again.
+        """
         if not self.main:
             return
         self.progress.start_at(step)
         for path in (self.metrics.path, self.raised.path):
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+                with contextlib.suppress(ValueError):  # a line torn by a crash
+                    found = json.loads(line)
+                    if found["step"] <= step and found.get("kind") != "stop":
+                        kept.append(f"{line}\n")
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [s for s in lines if is_kept(s, step)]
-                write_text(path, "".join(s + "\n" for s in kept))
+                write_text(path, "".join(kept))
 
     def close(self) -> None:
         """Ends the progress display, also after a failure."""
@@ -178,19 +185,6 @@ class Reporter:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         folder = shown_path(self.folder)
         self.say(f"{clock(summary['seconds'])} in all; metrics and summary: {folder}")
-
-
-def is_kept(line: str, step: int) -> bool:
-    """Returns whether a resume after `step` keeps a line of metrics.jsonl or alarms.jsonl.
-
-    A line torn by a crash is dropped. A stop rule that ended the run is dropped too: it is written
-    again when the run ends again.
-    """
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return False
-    return bool(found["step"] <= step and found.get("kind") != "stop")
 
 
 class LinesFile:
@@ -289,7 +283,7 @@ def completion_row(
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns completions as a table to be printed, with a column for each reward."""
     numbers = [*(key for key in rows[0] if key.startswith("rewards/")), "reward", "advantage"]
-    table = Table("prompt", "completion", title=f"step {step}", show_lines=True)
+    table = Table("prompt", "completion", title=f"completion 1 of step {step}", show_lines=True)
     for key in numbers:
         table.add_column(key.removeprefix("rewards/"), justify="right", overflow="fold")
     for row in rows:

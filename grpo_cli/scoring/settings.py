@@ -15,14 +15,19 @@ class Reward:
     """One reward function of a recipe."""
 
     function: str = knob(
-        "", "Reward function: a short name (see `grpo rewards`) or my_package.my_module:name."
+        "",
+        "Reward function: a short name (see `grpo rewards`) or my_package.my_module:name.",
+        decides="rewards",
     )
-    weight: float = knob(1.0, "Weight of this function in the reward, which is a weighted sum.")
-    args: dict[str, Any] = knob({}, "Keyword arguments of the reward function.")
+    weight: float = knob(
+        1.0, "Weight of this function in the reward, which is a weighted sum.", decides="rewards"
+    )
+    args: dict[str, Any] = knob({}, "Keyword arguments of the reward function.", decides="rewards")
     datasets: list[str] = knob(
         [],
         "Names of data sets of dataset.mixture (values of the column `dataset`) to whose rows the "
         "function applies; empty: all rows.",
+        decides="rewards",
     )
     timeout: float | None = at_least_0(
         None,
@@ -63,9 +68,11 @@ class Scoring:
     workers: int | None = at_least_1(
         None,
         "Worker processes for rewards with a timeout; null: this process's share of the cores.",
+        rescoring=True,
     )
     worker_memory_gb: float | None = above_0(
         4.0,
         "Address space of one worker process of rewards, tools or environments, in GiB; null: no "
         "limit.",
+        rescoring=True,
     )

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
+from grpo_cli.config.keys import flagged, is_among
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments import factory as environments
@@ -40,12 +41,6 @@ if TYPE_CHECKING:
 
     from grpo_cli.environments.sessions import Sessions
     from grpo_cli.training.callbacks import Loaded
-
-# Keys that may differ when a finished run is resumed: its results do not depend on them.
-WITHOUT_EFFECT = (
-    "steps:", "epochs:", "log.", "checkpoint.", "tracking.", "hub.", "distributed.", "device:",
-    "scoring.",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -345,7 +340,7 @@ def finished(recipe: Recipe) -> str | None:
     changes = [
         change
         for change in saved_recipe.differences(stored, with_absolute_paths(recipe))
-        if not change.startswith(WITHOUT_EFFECT)
+        if not is_among(change.partition(":")[0], flagged("without_effect"))
     ]
     if changes:
         others = f" and {len(changes) - 3} others" if len(changes) > 3 else ""

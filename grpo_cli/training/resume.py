@@ -20,8 +20,10 @@ from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, retention, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe, sources
+from grpo_cli.config.knob import flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
@@ -271,7 +273,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
     weights = f"model.path={shown} model.build=null"
     if sources.is_adapter(path):
         weights = f"adapter.path={shown}"
-    for knob in ("algorithm", "args"):
+    for knob in flagged(Optimizer, "kept"):
         was, value = stored["optimizer"][knob], getattr(recipe.optimizer, knob)
         if was != value:
             raise UserError(
@@ -300,7 +302,7 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
             "which is another model under the adapter; give another output_dir to begin a run."
         )
     before, now = dict(stored["adapter"]), asdict(recipe.adapter)
-    for knob in (knob for knob in now if knob not in ("path", "sync")):
+    for knob in flagged(Adapter, "kept"):
         if before[knob] != now[knob]:
             raise UserError(
                 f"adapter.{knob} = {now[knob]}: {shown} was trained with {before[knob]}, and a "

@@ -32,6 +32,7 @@ from grpo_cli.algorithm.losses import (
 from grpo_cli.algorithm.normalization import WEIGHTS
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import own_arguments, parameters
+from grpo_cli.config.knob import flags_of
 from tests import reference_losses as reference
 from tests.programs import ROOT
 
@@ -329,7 +330,7 @@ def test_what_a_loss_reads_are_knobs(policy: str) -> None:
 
 
 def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:
-    for policy in FIELDS["ratio_level"].metadata["read_if"][1:]:
+    for policy in flags_of(FIELDS["ratio_level"]).read_if[1:]:
         assert "ratio" in parameters(POLICY[policy])[0]
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_cli.algorithm.settings import Loss
-from grpo_cli.config.recipe import Recipe, knobs
+from grpo_cli.config.keys import KNOBS, flagged
+from grpo_cli.config.knob import flags_of
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import Schedule
 from grpo_cli.data.settings import HeldOut, MixturePart, NamedRows
 from grpo_cli.evaluation.settings import Benchmark, Mode
@@ -19,7 +21,6 @@ from tests.tables import table
 
 Field = dataclasses.Field[Any]
 
-KNOBS = dict(knobs())
 EVERY = [
     *KNOBS.items(),
     *((f"reward.NAME.{f.name}", f) for f in dataclasses.fields(Reward)),
@@ -72,10 +73,10 @@ def test_every_knob_has_a_sentence_and_a_default_within_its_range(key: str, f: F
             assert value in meta["choices"]
 
 
-@table("key", [k for k, f in KNOBS.items() if f.metadata.get("read_if")])
+@table("key", flagged("read_if"))
 def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> None:
     f = KNOBS[key]
-    other, *values = f.metadata["read_if"]
+    other, *values = flags_of(f).read_if
     assert other != key
     assert other in KNOBS
     choices = KNOBS[other].metadata["choices"]
@@ -87,6 +88,14 @@ def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> Non
         choices = tuple(Benchmark().modes)
     assert set(values) <= set(choices or ()), "a value that it cannot have"
     assert set(values) != set(choices or "?"), "always read: say nothing"
+
+
+def test_an_evaluation_reads_other_knobs_in_place_of_some() -> None:
+    for key in flagged("evaluated_as"):
+        assert flags_of(KNOBS[key]).evaluated_as in {*KNOBS, "checkpoint"}
+    for key in flagged("evaluated_if"):
+        other, value = flags_of(KNOBS[key]).evaluated_if or ("", "")
+        assert value in KNOBS[other].metadata["choices"]
 
 
 @pytest.mark.parametrize(

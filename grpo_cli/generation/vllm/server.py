@@ -147,12 +147,6 @@ class ServerGenerator(VllmGenerator):
             finally:
                 session.close()
 
-    def check_length(self, request: Request) -> None:
-        shortest = min((s.max_model_len for s in self.live_servers()), default=self.longest)
-        longest = max(len(p.ids) for p in request.prompts)
-        whose = "the servers (max_model_len)"
-        check_lengths(longest, request.sampling.max_tokens, shortest, whose)
-
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         metrics = super().update_weights(policy, step)
         return metrics | {"weights/servers": float(len(self.live))}
@@ -326,9 +320,13 @@ class ServerSession(Session):
         self.homes: dict[int, str] = {}  # conversation -> address of its server
 
     def submit(self, request: Request) -> None:
-        self.generator.refuse_images(request.prompts)
+        engine = self.generator
+        engine.refuse_images(request.prompts)
         if request.prompts:
-            self.generator.check_length(request)
+            shortest = min((s.max_model_len for s in engine.live_servers()), default=engine.longest)
+            longest = max(len(p.ids) for p in request.prompts)
+            whose = "the servers (max_model_len)"
+            check_lengths(longest, request.sampling.max_tokens, shortest, whose)
         self.unfinished += len(request.prompts)
         self.waiting.extend(Ask(request, n) for n in range(len(request.prompts)))
 

@@ -11,8 +11,8 @@ from typing import Any
 from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.config.compose import shipped
 from grpo_cli.config.interpolation import publishable, publishable_command
+from grpo_cli.config.keys import KNOBS
 from grpo_cli.config.knob import as_written
-from grpo_cli.config.recipe import knobs
 from grpo_cli.config.saved_recipe import changes
 from grpo_cli.reporting.run_folder import RunFolder, read_json
 from grpo_cli.scoring.settings import Reward, function_of, own_first
@@ -100,7 +100,7 @@ def right(recipe: Mapping[str, Any]) -> str | None:
 
 def listed(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, str]]:
     """Returns the knobs that differ between two recipes, each with its help text."""
-    docs = {key: field.metadata["doc"] for key, field in knobs()}
+    docs = {key: field.metadata["doc"] for key, field in KNOBS.items()}
     of_rewards = {f.name: f.metadata["doc"] for f in dataclasses.fields(Reward)}
     return [
         {
