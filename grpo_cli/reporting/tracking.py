@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.settings import Tracking
 
 if TYPE_CHECKING:
+    from grpo_cli.distributed.workers import Workers
     from grpo_cli.training.callbacks import Event
 
 TABLES = ("trackio", "wandb")  # trackers that accept tables

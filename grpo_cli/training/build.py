@@ -14,7 +14,8 @@ from grpo_cli.algorithm import arguments
 from grpo_cli.checkpoints import checkpointer, paths, provenance, retention
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
-from grpo_cli.config import contradictions, parsing, saved_recipe
+from grpo_cli.config import parsing, saved_recipe
+from grpo_cli.config.notices import notices
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
@@ -286,7 +287,7 @@ def describe(run: Run, *, is_graded: bool) -> None:
     eos_ids = loading.eos_ids(policy.model.generation_config, policy.tokenizer)
     for notice in (
         *arguments.notices(recipe),
-        *contradictions.notices(recipe),
+        *notices(recipe),
         *text_notices(recipe, policy.tokenizer, eos_ids, run.queue.stream.prompts),
     ):
         say(f"note: {notice}")
