@@ -36,8 +36,8 @@ from grpo_cli.models.settings import Optimizer
 from grpo_cli.records import Group, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import loop
+from grpo_cli.training.run import StepBatch
 from grpo_cli.training.step import Step
-from grpo_cli.training.step_progress import StepBatch
 from tests.conftest import BUILD, make_group, make_loss, make_rollout
 from tests.models.families import BY_NAME
 from tests.models.test_architectures import make

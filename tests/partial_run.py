@@ -30,7 +30,7 @@ def partial_run(
     never = cast(Any, SimpleNamespace(is_requested=False))
     interrupts = Interrupts(workers, never, lambda usual: 0.0, save_seconds=0.0)
     absent = cast(Any, dict.fromkeys(
-        ("folder", "lock", "generator", "scorer", "evaluator", "reporter", "checkpointer", "pusher")
+        ("folder", "lock", "generator", "scorer", "reporter", "checkpointer", "pusher")
     ))  # fmt: skip
     return Run(
         recipe=recipe or Recipe(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,29 @@ class Loss:
         "has fallen by more than this since sampling (DeepSeek-V3.2); null: keep them.",
         schedulable=True,
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        if self.kl_bias_correction and self.kl_in == "reward":
+            yield "loss.kl_bias_correction: is only read with loss.kl_in = loss; it is reward."
+        if self.entropy_target is not None and self.entropy_coef > 1:
+            yield (
+                f"loss.entropy_coef = {self.entropy_coef}: must be <= 1, since loss.entropy_target "
+                "moves it between 0 and 1."
+            )
+
+    def notices(self) -> Iterator[str]:
+        """Yields notices about values that are allowed but have another effect than expected."""
+        if self.ratio_level == "sequence" and self.normalize in ("tokens", "constant"):
+            yield (
+                f"loss.ratio_level = sequence with loss.normalize = {self.normalize}: completions "
+                "count by their length; GSPO counts them alike (loss.normalize=completions)."
+            )
+        if self.ratio_level == "token" and self.normalize == "sums":
+            yield (
+                "loss.normalize = sums with loss.ratio_level = token: LUSPO sums with one ratio a "
+                "completion (loss.ratio_level=sequence)."
+            )
 
 
 @dataclass

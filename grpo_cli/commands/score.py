@@ -31,7 +31,7 @@ from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
 from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession
-from grpo_cli.training.prepare import MADE_UP
+from grpo_cli.training.scorers import MADE_UP
 
 CHUNK = 256  # completions between two updates of the progress bar
 CHUNKS_AHEAD = 4

@@ -209,12 +209,12 @@ def build_model(recipe: Recipe) -> Path:
     from rich.console import Console
 
     from grpo_cli.environments.factory import open_sessions
-    from grpo_cli.training import build, prepare
+    from grpo_cli.training import inputs, prepare
 
     train, _ = prepare.train_rows_of(recipe)
     sessions = open_sessions(recipe, prepare.parts_of(train, {}))
     try:
-        return build.build_model(recipe, train, sessions, Console())
+        return inputs.build_model(recipe, train, sessions, Console())
     finally:
         if sessions is not None:
             sessions.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_1, knob
+from grpo_cli.errors import listed
 
+NOT_STREAMED = "needs all rows at the start; set dataset.streaming=false."
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")  # of prompts, in this order
 
 
@@ -26,6 +29,15 @@ class NamedRows:
     )
     system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
     limit: int | None = at_least_1(None, "Use only the first N rows.")
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Yields a message if the rows are missing.
+
+        Args:
+            key: the full key of this entry.
+        """
+        if not self.data:
+            yield f"{key}.data: is missing; give a hub name or a file."
 
 
 @dataclass
@@ -156,3 +168,33 @@ class Dataset:
         "Rows taken off the training rows and held out for evaluation, for data without held-out "
         "rows: a fraction below 1 or a number of rows; null: none.",
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        size, sets = self.test_split_size, self.held_out
+        for key in ("train", "train_limit", "test_split_size") if self.mixture else ():
+            if getattr(self, key) is not None:
+                yield (
+                    f"dataset.{key}: is not read with dataset.mixture, whose data sets have their "
+                    f"own; set dataset.{key}=null."
+                )
+        if sets and (self.eval is not None or size is not None):
+            other = "dataset.eval" if self.eval is not None else "dataset.test_split_size"
+            yield (
+                f"dataset.held_out = {listed(sets)}: the recipe has held-out rows already; set "
+                f"{other}=null."
+            )
+        if size is not None and size > 1 and size % 1:
+            yield (
+                f"dataset.test_split_size = {size:g}: must be a fraction below 1 or a whole number "
+                "of rows."
+            )
+        if size is not None and self.eval is not None:
+            yield (
+                f"dataset.test_split_size = {size:g}: the recipe has held-out rows already; set "
+                "dataset.eval=null, or dataset.test_split_size=null."
+            )
+        if self.streaming and self.mixture:
+            yield f"dataset.mixture: {NOT_STREAMED}"
+        if self.streaming and size is not None:
+            yield f"dataset.test_split_size: {NOT_STREAMED}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_cli.config.knob import at_least_0, knob
@@ -37,3 +38,12 @@ class Distributed:
         "Minutes without progress of any process after which a run names the process at fault "
         "and ends; 0: it waits for ever.",
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        if self.offload == "all" and self.strategy != "fsdp2":
+            yield (
+                "distributed.offload = all: is FSDP2's offload of sharded weights, and "
+                f"distributed.strategy = {self.strategy}; use distributed=fsdp2, or "
+                "distributed.offload=none."
+            )

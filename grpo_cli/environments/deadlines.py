@@ -198,15 +198,7 @@ class Deadlines:
         advance: Callable[[], Any] = functools.partial(coroutine.send, None)
         while True:
             try:
-                if self._owner is not run.streams:
-                    if self._owner is not None:
-                        self._owner.save()
-                    run.streams.restore()
-                    self._owner = run.streams
-                else:
-                    run.streams.restore_numpy()
-                self.run, self._sliced = run, time.monotonic()
-                self._arm(run)
+                self._enter(run)
                 try:
                     waits_for = advance()
                 finally:
@@ -229,6 +221,17 @@ class Deadlines:
         """Returns the seconds until a call's deadline."""
         assert self.seconds is not None
         return self.seconds - (self._age(run) - (run.start if start is None else start))
+
+    def _enter(self, run: Run) -> None:
+        if self._owner is not run.streams:
+            if self._owner is not None:
+                self._owner.save()
+            run.streams.restore()
+            self._owner = run.streams
+        else:
+            run.streams.restore_numpy()
+        self.run, self._sliced = run, time.monotonic()
+        self._arm(run)
 
     def _exit(self) -> None:
         run, self.run = self.run, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,17 @@ class EnvironmentSettings:
         "environments failed; the run stops above it.",
         le=1,
     )
+
+    @property
+    def given(self) -> list[str]:
+        """The keys that name the environment."""
+        ways = ("path", "by_name", "mcp")
+        return [f"environment.{name}" for name in ways if getattr(self, name)]
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        if len(self.given) > 1:
+            yield f"{' and '.join(self.given)}: each names the environment; set one of them."
 
 
 @dataclass

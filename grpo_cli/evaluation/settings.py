@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,25 @@ class Benchmark:
         """The prompt template of each mode that has one."""
         return {name: mode.prompt for name, mode in self.modes.items() if mode.prompt is not None}
 
+    def problems(self, key: str) -> Iterator[str]:
+        """Yields messages about values that are missing or contradict one another.
+
+        Args:
+            key: the full key of this entry.
+        """
+        if not self.data:
+            yield f"{key}.data: is missing; give a hub name or a file."
+        if not all(isinstance(example, dict) for example in self.examples):
+            yield (
+                f"{key}.examples: must be mappings of columns, with the solution under the name of "
+                "the mode."
+            )
+        elif self.shots > len(self.examples):
+            yield (
+                f"{key}.shots = {self.shots}: there are {len(self.examples)} examples; "
+                f"add some to {key}.examples."
+            )
+
 
 @dataclass
 class Eval:
@@ -166,3 +186,22 @@ class Eval:
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.num_samples == 1 else 0.7
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        for key, value in (("metric", self.metric), ("k", self.k)):
+            if value and self.num_samples == 1:
+                yield f"eval.{key} = {value}: is only read with eval.num_samples above 1."
+        if too_large := [k for k in self.k if k > self.num_samples > 1]:
+            yield (
+                f"eval.k = {too_large[0]}: must be <= eval.num_samples = {self.num_samples}, the "
+                "completions that there are."
+            )
+        if self.k and self.metric == ["mean"]:
+            yield "eval.k: is only read with eval.metric = pass or maj; it is mean."
+        if not self.mode:
+            yield "eval.mode: is empty; give one or more, such as cot,tir."
+        for key in ("mode", "metric", "k"):
+            values = getattr(self, key)
+            if len(set(values)) < len(values):
+                yield f"eval.{key} = {values}: names one of them twice."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,3 +240,10 @@ class Generation:
         """The knobs that change the sampling distribution from softmax(logits / temperature)."""
         default, keys = Generation(), flagged(Generation, "decides", "distribution")
         return [key for key in keys if value_at(self, key) != value_at(default, key)]
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        if "" in self.stop:
+            yield (
+                "generation.stop: holds an empty string, which every completion contains; drop it."
+            )

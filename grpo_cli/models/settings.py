@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if
 
+# from_pretrained's arguments for file locations, of all files and of weights only.
+OF_FILES = ("subfolder", "cache_dir", "local_files_only", "force_download")
+OF_WEIGHTS = ("variant", "use_safetensors")
+# Arguments of from_pretrained that model.args must not set, and the alternative for each.
+NOT_IN_ARGS = {
+    "dtype": "write model.dtype",
+    "torch_dtype": "write model.dtype",
+    "revision": "write model.revision",
+    "trust_remote_code": "write model.trust_remote_code",
+    "attn_implementation": "write model.attn_implementation",
+    "gradient_checkpointing": "write model.gradient_checkpointing",
+    "router_aux_loss_coef": "write loss.router_aux_loss_coef",
+    "device_map": "write device, or distributed=fsdp2 to divide the model",
+    "tp_plan": "write distributed=fsdp2 to divide the model",
+    "token": "set HF_TOKEN in the environment",
+    "quantization_config": "write model.quantization",
+    "load_in_4bit": "write model.quantization=nf4",
+    "auto_map": "write model.trust_remote_code, which runs the model's own code",
+    "use_kernels": "it would run code from the hub",
+    "ignore_mismatched_sizes": "it would train weights that were drawn at random",
+}
 BUILT_CONTEXT = 2048  # longest sequence of a built model, in tokens
 
 
@@ -32,6 +54,14 @@ class Build:
     warmup_batch: int = at_least_1(64, "Rows in one step of the supervised warm-up.")
     warmup_weight_decay: float = at_least_0(1.0, "Weight decay of the supervised warm-up.")
     warmup_learning_rate: float = above_0(1e-3, "Peak learning rate of the supervised warm-up.")
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        if self.hidden_size % 8:
+            yield (
+                f"model.build.hidden_size = {self.hidden_size}: must be a multiple of 8, since "
+                "each of the 4 attention heads turns pairs."
+            )
 
 
 @dataclass
@@ -132,6 +162,18 @@ class Model:
         0.0, "Dropout rate of every dropout layer; null keeps the model's own rates.", le=1
     )
 
+    @property
+    def refused_args(self) -> dict[str, str]:
+        """The entries of `args` that must not be set, and what to do instead."""
+        dropouts = [name for name in self.args if name.endswith(("dropout", "pdrop"))]
+        instead = dict.fromkeys(dropouts, "write model.dropout") | NOT_IN_ARGS
+        return {name: instead[name] for name in self.args if name in instead}
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about arguments that have a key of their own, or none."""
+        for name, instead in self.refused_args.items():
+            yield f"model.args.{name}: cannot be set: {instead}."
+
 
 @read_if("adapter.method", "lora", "dora", "rslora")
 @dataclass
@@ -222,3 +264,8 @@ class Optimizer:
         "last would have it.",
         read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        if len(self.betas) != 2:
+            yield f"optimizer.betas = {self.betas}: must be two numbers."

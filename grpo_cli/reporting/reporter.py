@@ -39,9 +39,10 @@ from grpo_cli.data.stored_completions import (
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, counted
+from grpo_cli.files import read_text
 from grpo_cli.records import Group
-from grpo_cli.reporting import tracking
-from grpo_cli.reporting.alarms import Alarms, Raised
+from grpo_cli.reporting.alarms import Raised
+from grpo_cli.reporting.memory_meter import MemoryMeter
 from grpo_cli.reporting.metric_names import measure_of, times
 from grpo_cli.reporting.progress import Bar, clock
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
@@ -59,21 +60,20 @@ class Reporter:
         self.folder = folder
         self.main = main
         self.console = Console(highlight=False, quiet=not main)
-        self.trackers = tracking.Trackers(self.say)
         self.status = Status(folder, main)
         self.progress = Bar(self.console, "train", recipe.steps)
-        self.alarms = Alarms(recipe)
         self.metrics = LinesFile(folder / METRICS)
         self.raised = LinesFile(folder / ALARMS)
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
+        self.meter: MemoryMeter | None = None  # measures each stage of a step; None: nothing does
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""
         self.console.print(masked(text), markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes one step's metrics to metrics.jsonl, the trackers and the progress display."""
+        """Writes one step's metrics to metrics.jsonl and the progress display."""
         if not self.main:
             return
         error = self.metrics.add(metrics_line(step, metrics))
@@ -85,7 +85,6 @@ class Reporter:
             )
         now = {"step": step, "time": time.time(), "seconds": heartbeat.seconds()}
         self.status.add(finished=now)
-        self.trackers.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
         if "eval/accuracy" in metrics:
             shown += f"  held-out {metrics[f'eval/{measure_of(metrics)}']:.3f}"
@@ -136,10 +135,6 @@ class Reporter:
                     "those after it until they can be; the run continues"
                 )
             self.skips_completions = True
-        read = ("step", "prompt", "completion", "advantage")  # by people, as are the rewards
-        prefixes = ("reward", "extras/")
-        shown = [{k: r[k] for k in r if k in read or k.startswith(prefixes)} for r in rows]
-        self.trackers.table(shown, step)
         self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
@@ -152,7 +147,7 @@ class Reporter:
         self.progress.start_at(step)
         for path in (self.metrics.path, self.raised.path):
             kept = []
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            for line in read_text(path).splitlines() if path.exists() else ():
                 with contextlib.suppress(ValueError):  # a line torn by a crash
                     found = json.loads(line)
                     if found["step"] <= step and found.get("kind") != "stop":
@@ -161,9 +156,8 @@ class Reporter:
                 write_text(path, "".join(kept))
 
     def close(self) -> None:
-        """Ends the progress display and the trackers, also after a failure."""
+        """Ends the progress display, also after a failure."""
         self.progress.close()
-        self.trackers.close()
         if (error := self.metrics.write()) is not None:
             self.say(
                 f"{shown_path(self.metrics.path)}: its last {len(self.metrics.unwritten)} lines "

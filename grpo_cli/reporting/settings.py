@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_cli.config.knob import at_least_0, at_least_1, knob
@@ -53,6 +54,12 @@ class Tracking:
             "tracking.backend", "aim", "clearml", "mlflow", "swanlab", "trackio", "wandb",
         ),
     )  # fmt: skip
+
+    def problems(self) -> Iterator[str]:
+        """Yields a message if a tracker is named twice, or none with others."""
+        names = self.backend
+        if not names or ("none" in names and len(names) > 1) or len({*names}) < len(names):
+            yield f"tracking.backend = {names}: name each tracker once, or none."
 
 
 @dataclass

@@ -114,20 +114,24 @@ def grade(
         for number, test in enumerate(prepared, start=1):
             finished = sandbox.next_result()
             seconds += finished.seconds
-            failure = finished.reason or finished.status
-            if finished.status == "ok" and not isinstance(test, Mapping):
-                failure = "" if finished.test_passed else "the program ended before its test did"
-            elif finished.status == "ok":
-                is_right = _lines(finished.stdout) == _lines(test["output"])
-                shown = f"printed {_short(finished.stdout)}, not {_short(test['output'])}"
-                failure = "" if is_right else shown
-            if not failure:
+            failure = _failure(test, finished)
+            if failure is None:
                 passed += 1
                 continue
             reason = reason or f"test {number} of {len(prepared)}: {failure}"
             if stop_at_failure or finished.status in ("skipped", "lost"):
                 break
     return SandboxResult(passed / len(prepared), passed, len(prepared), reason or "passed", seconds)
+
+
+def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
+    if finished.status != "ok":
+        return finished.reason
+    if not isinstance(test, Mapping):
+        return None if finished.test_passed else "the program ended before its test did"
+    if _lines(finished.stdout) == _lines(test["output"]):
+        return None
+    return f"printed {_short(finished.stdout)}, not {_short(test['output'])}"
 
 
 def prepare(

@@ -187,11 +187,10 @@ class Sandbox:
         limits = self.limits
         # The judge runs as the program's user and counts too, as does a runner that keeps its user.
         processes = limits.processes + (1 if self.level.becomes == "inside" else 2)
-        release = os.uname().release.split("-")[0].split(".")[:2]
-        # Since 5.14 the kernel counts a user's processes per user namespace; otherwise also the
-        # user's other ones.
-        counts_apart = self.level.has_own_pids and tuple(map(int, release)) >= (5, 14)
-        if self.uid == NOBODY or not (self.uid or counts_apart):
+        if self.uid == NOBODY or not (
+            self.uid or (self.level.has_own_pids and _counts_by_namespace())
+        ):
+            # The kernel also counts the user's other processes.
             processes += _count_tasks(self.uid or os.geteuid())
         cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
         return [
@@ -214,17 +213,6 @@ class Sandbox:
             options = {"user": self.uid, "group": self.uid, "extra_groups": []}
         # -P, -s and -S: import nothing from the working folder or site-packages.
         command += [python()[0], "-P", "-s", "-S", "-X", "utf8", "-c", _BOOTSTRAP]
-        variables = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",  # same order of sets, same verdict in every run
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            MARK: self.folder.path if self.folder else str(os.getpid()),
-        }
-        libraries = os.path.join(python()[1], "lib")
-        if libraries in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
-            variables["LD_LIBRARY_PATH"] = libraries  # it may not start without
         # Not a pipe: a program of this user could reopen it in /proc and write its own results.
         self.results, theirs = socket.socketpair()
         self.reports = self.results.makefile("rb")
@@ -234,7 +222,7 @@ class Sandbox:
                 stdin=subprocess.PIPE,
                 stdout=theirs.fileno(),
                 stderr=subprocess.PIPE,
-                env=variables,
+                env=self._environment(),
                 cwd="/",
                 start_new_session=True,
                 pass_fds=[self.tests, self.folder.lock if self.folder else self.call_filter],
@@ -246,6 +234,20 @@ class Sandbox:
             view = memoryview(payload)
             while view:
                 view = view[self.process.stdin.write(view) :]
+
+    def _environment(self) -> dict[str, str]:
+        variables = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "PYTHONHASHSEED": "0",  # same order of sets, same verdict in every run
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            MARK: self.folder.path if self.folder else str(os.getpid()),
+        }
+        libraries = os.path.join(python()[1], "lib")
+        if libraries in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+            variables["LD_LIBRARY_PATH"] = libraries  # it may not start without
+        return variables
 
     def __enter__(self) -> Self:
         try:
@@ -393,6 +395,12 @@ def _count_tasks(uid: int) -> int:
                 if os.stat(f"/proc/{name}").st_uid == uid:
                     count += os.stat(f"/proc/{name}/task").st_nlink - 2
     return count
+
+
+@functools.cache
+def _counts_by_namespace() -> bool:
+    """Returns whether RLIMIT_NPROC counts a user's processes per user namespace."""
+    return tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14)
 
 
 class _Folder:

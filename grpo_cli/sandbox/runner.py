@@ -87,7 +87,7 @@ def main(values: dict[str, Any]) -> None:
         for number in range(len(settings.runs)):
             seconds = min(settings.seconds, end - time.monotonic())
             if seconds > 0:
-                _run(settings, number, seconds)
+                _run(settings, number, seconds, _working_folder(settings, number))
             else:
                 _send("skipped")
     except (CallerGoneError, BrokenPipeError):
@@ -101,10 +101,7 @@ def main(values: dict[str, Any]) -> None:
     finally:
         _kill_all(settings)
         if settings.on_disk is not None:
-            remove(settings.on_disk)
-        if settings.on_disk is not None and settings.uid is not None and settings.has_own_uid:
-            for shared in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):  # writable for any user
-                _remove_those_of(settings.uid, shared)
+            _clean_up(settings, settings.on_disk)
 
 
 def _prepare(settings: Settings) -> None:
@@ -157,15 +154,18 @@ def _send(
 # One run, seen from the parent
 
 
-def _run(settings: Settings, number: int, seconds: float) -> None:
+def _working_folder(settings: Settings, number: int) -> str:
     if settings.on_disk is None:
-        folder = settings.in_memory[0]
-    else:
-        folder = f"{settings.on_disk}/{number}"
-        os.mkdir(folder, 0o700)
-        if settings.uid is not None:
-            # Not the parent folder: the program could replace its own folder by a link.
-            os.chown(folder, settings.uid, settings.uid)
+        return settings.in_memory[0]
+    folder = f"{settings.on_disk}/{number}"
+    os.mkdir(folder, 0o700)
+    if settings.uid is not None:
+        # Not the parent folder: the program could replace its own folder by a link.
+        os.chown(folder, settings.uid, settings.uid)
+    return folder
+
+
+def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
     stdin = settings.runs[number]
     given = os.memfd_create("stdin")
     with open(given, "wb", closefd=False) as file:
@@ -409,6 +409,13 @@ def _reap(settings: Settings) -> None:
 # Files
 
 
+def _clean_up(settings: Settings, folder: str) -> None:
+    remove(folder)
+    if settings.uid is not None and settings.has_own_uid:
+        for shared in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):  # writable for any user
+            _remove_those_of(settings.uid, shared)
+
+
 def _remove_those_of(uid: int, folder: str) -> None:
     try:
         entries = list(os.scandir(folder))
@@ -510,18 +517,9 @@ def _become(
             os.dup2(fd, number)
         sys.path += settings.sys_path
         uid = settings.uid
-        libraries: dict[str, int] = {}
-        if settings.on_disk and uid is not None:
-            flags, folders = os.O_PATH | os.O_DIRECTORY, filter(os.path.isdir, sys.path)
-            libraries = {path: os.open(path, flags) for path in folders}
+        libraries = _open_libraries() if settings.on_disk and uid is not None else {}
         os.chdir(folder)  # the folder may be inaccessible to the other user
-        start = 3
-        for fd in (
-            *sorted((problem, *kept, *libraries.values())),
-            1000,
-        ):  # the parent has far fewer
-            os.closerange(start, fd)
-            start = fd + 1
+        _close_all(but=(problem, *kept, *libraries.values()))
         os.setsid()
         for name, limit in settings.rlimits:
             _set_rlimit(getattr(resource, name), limit)
@@ -548,6 +546,13 @@ def _become(
     os.close(problem)
 
 
+def _close_all(but: tuple[int, ...]) -> None:
+    start = 3
+    for fd in (*sorted(but), 1000):  # the parent has far fewer
+        os.closerange(start, fd)
+        start = fd + 1
+
+
 def _set_rlimit(kind: int, limit: int) -> None:
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
@@ -556,6 +561,12 @@ def _set_rlimit(kind: int, limit: int) -> None:
         resource.setrlimit(kind, (limit, limit))
     elif hard != limit:  # a process over its CPU time gets SIGXCPU, and SIGKILL a second later
         resource.setrlimit(kind, (limit, limit + 1))
+
+
+def _open_libraries() -> dict[str, int]:
+    return {
+        path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in sys.path if os.path.isdir(path)
+    }
 
 
 def _reach_libraries(libraries: dict[str, int]) -> None:

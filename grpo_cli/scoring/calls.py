@@ -67,16 +67,10 @@ class BoundReward:
 
     def arguments(self, samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
         """Returns the function's arguments, with None for log_metric and log_extra."""
-        # A completion is in TRL's form: text, a message, or all messages of an episode.
-        completions: list[Any] = [s.text for s in samples]
-        for i, s in enumerate(samples):
-            if s.episode is not None and s.episode["messages"]:
-                completions[i] = list(s.episode["messages"])
-            elif isinstance(samples[0].prompt, list):
-                completions[i] = [{"role": "assistant", "content": s.prefill + s.text}]
+        chat = isinstance(samples[0].prompt, list)
         standard: dict[str, Any] = {
             "prompts": [s.prompt for s in samples],
-            "completions": completions,
+            "completions": [_completion(s, chat) for s in samples],
             "trainer_state": state,
             "log_metric": None,
             "log_extra": None,
@@ -95,6 +89,14 @@ class BoundReward:
         """Calls the function in this process and waits for the result."""
         with no_exit():
             return answer(self.function, self.arguments(samples, state))
+
+
+def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
+    """Converts a completion to TRL's form: text, a message, or all messages of an episode."""
+    if sample.episode is not None and sample.episode["messages"]:
+        return list(sample.episode["messages"])
+    text = sample.prefill + sample.text
+    return [{"role": "assistant", "content": text}] if chat else sample.text
 
 
 @dataclass

@@ -12,11 +12,7 @@ from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
 class Callback:
     """A class of the user's own whose methods are called during the run."""
 
-    path: str = knob(
-        "",
-        "Class with methods on_step, on_evaluate, on_checkpoint or on_end, as "
-        "my_module:MyCallback.",
-    )
+    path: str = knob("", "Class with methods such as on_step or on_end, as my_module:MyCallback.")
     args: dict[str, Any] = knob({}, "Keyword arguments of the callback's class.")
 
 

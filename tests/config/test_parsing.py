@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.algorithm import arguments
 from grpo_cli.algorithm.variants import POLICY, RULES
-from grpo_cli.config.contradictions import notices
 from grpo_cli.config.keys import KNOBS, flagged
 from grpo_cli.config.knob import allowed, as_written, flags_of, value_at
+from grpo_cli.config.notices import notices
 from grpo_cli.config.parsing import SCHEDULABLE, with_steps
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import Schedule

@@ -185,6 +185,8 @@ def test_numbers_in_json_stay_what_they_are(tmp_path: Path) -> None:
 @table(
     "name, text, complaint",
     [
+        ("a.jsonl", '{"question": 1}\n{"a": 1, "a": 2}', "line 2: an object has the key 'a' twice"),
+        ("a.jsonl", '{"question": {"x": 1, "x": 1}}', "line 1: an object has the key 'x' twice."),
         ("a.json", '[{"question": 1}, 3]', "row 1: must be a JSON object."),
         ("a.jsonl", '{"question": "\\ud800"}', "line 1: '\\ud800' is half of a surrogate pair."),
         ("a.jsonl", f'{{"question": {"1" * 5000}}}', "value has 5000 digits"),

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_cli.checkpoints.paths import steps_saved
 from grpo_cli.data.stored_completions import IMAGES, Sample, sample_of
 from grpo_cli.errors import UserError
+from grpo_cli.files import open_file, reading
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, RunFolder
 
 # Columns of tokens take most of a file; only episodes show a number of tokens.
@@ -134,12 +135,11 @@ def best_and_worst(path: Path) -> list[Sample]:
     Returns one completion if all rewards are equal, or if no completion has a reward.
 
     Raises:
-        OSError, ValueError, UserError: the file is gone, or holds no completions; pyarrow's
-            errors are of the first two types.
+        ValueError, UserError: the file is gone, or holds no completions.
     """
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with reading(path), open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
         names = set(file.schema_arrow.names)
         skipped = {*TOKENS, *(() if "turns" in names else TOKENS_OF_EPISODES)}
         table = file.read(columns=sorted(names - skipped))

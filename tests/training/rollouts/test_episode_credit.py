@@ -14,7 +14,7 @@ from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import loop
 from grpo_cli.training.rollouts.collect import collect
-from grpo_cli.training.rollouts.episode_credit import check_episode_credit
+from grpo_cli.training.rollouts.credit import check_episode_credit
 from tests.conftest import CPU
 from tests.training.test_train import built, metrics
 
