@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli import cli
 from grpo_cli.config.compose import error_message, quoted
 from grpo_cli.errors import Stopped, UserError
+from grpo_cli.files import read_json
 
 REWARDS = "grpo_rewards"  # module that holds the reward functions of this process
 
@@ -37,7 +38,7 @@ def train(
         KeyboardInterrupt: the run was interrupted; a checkpoint has been written.
     """
     (folder,) = _run("train", [f"recipe={recipe}"], rewards or {}, changes)
-    return cast(dict[str, Any], json.loads((folder / "summary.json").read_text("utf-8")))
+    return read_json(folder / "summary.json")
 
 
 def evaluate(
@@ -51,7 +52,7 @@ def evaluate(
     See `train` for the arguments and the errors.
     """
     (folder,) = _run("eval", [str(checkpoint)], rewards or {}, changes)
-    return cast(dict[str, Any], json.loads((folder / "eval.json").read_text("utf-8")))
+    return read_json(folder / "eval.json")
 
 
 def _run(

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import importlib
 import io
-import json
 import logging
 import os
 import sys
@@ -21,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -38,7 +36,7 @@ from grpo_cli.config.compose import (
     given_keys,
     recipe_files,
 )
-from grpo_cli.config.interpolation import masked
+from grpo_cli.config.interpolation import masked, printable
 from grpo_cli.distributed.stop_signal import die_with_torchrun, is_started_again
 from grpo_cli.errors import (
     NO_READER,
@@ -50,6 +48,7 @@ from grpo_cli.errors import (
     lost_reader,
     nearest,
 )
+from grpo_cli.files import read_json, read_yaml
 
 # Errors of a full or read-only disk. They are no bugs, and are printed as one sentence.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -202,15 +201,27 @@ def run_command(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if argv[0] in WHEN_STOPPED:
             return _leave(f"ended: {NO_READER}; {WHEN_STOPPED[argv[0]]}", 1)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        place = f"{error.filename}: " if error.filename else ""
-        return _leave(f"{place}{error.strerror}.", 1, everywhere=True)
     except KeyboardInterrupt:
         said = filter(None, ["stopped immediately", WHEN_STOPPED.get(argv[0])])
         return _leave("; ".join(said), 130)
+    except Exception as error:
+        if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
+            place = f"{error.filename}: " if error.filename else ""
+            return _leave(f"{place}{error.strerror}.", 1, everywhere=True)
+        if os.environ.get("GRPO_DEBUG"):
+            raise
+        return _leave(internal_error(error), 1, everywhere=True)
     return 0
+
+
+def internal_error(error: Exception) -> str:
+    """Returns the line to report about an unexpected error: its type, text and last calls."""
+    frames = traceback.extract_tb(error.__traceback__)[-5:]
+    calls = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+    return (
+        f"internal error: {type(error).__name__}: {error} ({calls}; grpo {__version__}). Please "
+        "report this line and the command; GRPO_DEBUG=1 shows the traceback."
+    )
 
 
 def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
@@ -219,7 +230,7 @@ def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
     if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stdout.flush()
         who = "grpo" if rank == "0" else f"grpo (process {rank})"
-        print(masked(f"{who}: {message}"), file=sys.stderr)
+        print(printable(f"{who}: {message}"), file=sys.stderr)
     elif code in (2, 3):
         time.sleep(PRINT_SECONDS)  # torchrun ends the others as soon as one has ended
     return code
@@ -275,7 +286,7 @@ def print_runs(runs: Mapping[Path, Sequence[str]]) -> None:
     table = Table("run", "differs in", "before", "after")
     common = set.intersection(*map(set, runs.values()))
     for folder, words in runs.items():
-        found = json.loads((folder / "summary.json").read_text("utf-8"))
+        found = read_json(folder / "summary.json")
         ends = (str((found[end] or {}).get("accuracy", "-")) for end in ("before", "after"))
         differing = " ".join(word for word in words if word not in common)
         table.add_row(paths.shown(folder), differing, *ends)
@@ -322,8 +333,7 @@ def recipes(argv: list[str]) -> None:
     files = recipe_files()
     width = max(len(path.stem) for path in files)
     for path in files:
-        text = yaml.safe_load(path.read_text(encoding="utf-8"))
-        print(f"{path.stem:{width}} {text['description']}")
+        print(f"{path.stem:{width}} {read_yaml(path)['description']}")
 
 
 def rewards(argv: list[str]) -> None:

@@ -107,6 +107,7 @@ def note_torchruns(folder: Path, names: Iterable[str | None]) -> None:
         names: `torchrun()` of each process.
     """
     lines = sorted({name for name in names if name is not None})
+    (folder / JOB).unlink(missing_ok=True)  # it may be a link or a pipe
     (folder / JOB).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.config.compose import as_words
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.files import open_file, read_yaml, reading
 
 HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # files of a model folder
 
@@ -93,7 +94,7 @@ def file_hash(path: Path) -> str:
 
 
 def _add(digest: hashlib._Hash, file: Path) -> None:
-    with file.open("rb") as opened:
+    with reading(file), open_file(file) as opened:
         while block := opened.read(1 << 22):
             digest.update(block)
 
@@ -115,7 +116,7 @@ def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
     folder, file = runs[0], runs[0] / "recipe.yaml"
     if not provenance.is_own_run(folder):
         provenance.check_links(folder, "resume")
-        stored = provenance.read(file)
+        stored = read_yaml(file)
         harmless = ("defaults", "output_dir", "resume", "checkpoint", "log")
         asked = {key: value for key, value in stored.items() if key not in harmless}
         found = [*provenance.unusual(stored), *provenance.refused(asked, folder)]

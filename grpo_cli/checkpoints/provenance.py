@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import uuid
@@ -22,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from grpo_cli.checkpoints.paths import RUN_ID, TRAINING
@@ -32,11 +30,11 @@ from grpo_cli.config.compose import is_stored
 from grpo_cli.config.interpolation import leaves
 from grpo_cli.config.keys import ENTRIES
 from grpo_cli.config.knob import as_written
-from grpo_cli.config.parsing import first_line
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.files import open_file, read_json
 from grpo_cli.rewards import shipped_name
 
 RECIPE = f"{TRAINING}/recipe.yaml"
@@ -273,7 +271,8 @@ def _name(path: Path, files: Iterable[Path]) -> Path:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
-        digest.update(file.read_bytes())
+        with open_file(file) as opened:
+            digest.update(opened.read())
     return cache_dir() / "own" / digest.hexdigest()
 
 
@@ -326,22 +325,6 @@ def _is_below(link: Path, folder: Path) -> bool:
         return False
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads the recipe of a checkpoint's folder, or the file of a recipe.
-
-    Raises:
-        UserError: the recipe cannot be read, or is not YAML.
-    """
-    try:
-        file = path / RECIPE if path.is_dir() else path
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(
-            f"checkpoint = {path}: its recipe, {RECIPE}, cannot be read: {first_line(error)}."
-        ) from error
-    return tree if isinstance(tree, dict) else {}
-
-
 def unusual(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yields entries of a stored recipe that no run writes, since Hydra would follow them."""
     if not is_stored(tree):
@@ -363,9 +346,8 @@ def refused_model(key: str, name: Any, folder: Path) -> Iterator[str]:
 def refused_base(path: Path) -> Iterator[str]:
     """Yields an adapter's base model as `refused_model` does."""
     base = None
-    with suppress(OSError, ValueError, AttributeError):  # reported when the adapter is loaded
-        config = json.loads((path / sources.ADAPTER_CONFIG).read_text("utf-8"))
-        base = config.get("base_model_name_or_path")
+    with suppress(UserError):  # reported when the adapter is loaded
+        base = read_json(path / sources.ADAPTER_CONFIG).get("base_model_name_or_path")
     yield from refused_model(f"{sources.ADAPTER_CONFIG}: base_model_name_or_path", base, path)
 
 

@@ -39,6 +39,7 @@ from grpo_cli.evaluation.knobs import (
     without_unread_data,
 )
 from grpo_cli.evaluation.settings import Eval
+from grpo_cli.files import read_yaml
 
 USAGE = """\
 grpo eval CHECKPOINT                          on the recipe's held-out rows
@@ -168,7 +169,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
         if stored.is_file():
             obeys_foreign = is_foreign
             if obeys_foreign:  # before Hydra reads it
-                provenance.check(path, provenance.unusual(provenance.read(Path(path))), TRUST)
+                provenance.check(path, provenance.unusual(read_yaml(stored)), TRUST)
             overrides = [f"recipe={stored}", *overrides]
         elif any(w.startswith("dataset.eval=") for w in overrides):
             overrides = [f"recipe={DEFAULT_RECIPE}", *overrides]

@@ -25,6 +25,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.files import read_yaml
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Model
 
@@ -244,7 +245,7 @@ def trained_model(path: Path) -> dict[str, Any]:
     """Returns the settings below `model` in the recipe of a checkpoint; {} if it stores none."""
     if not (path / provenance.RECIPE).is_file():  # an adapter from elsewhere
         return {}
-    return provenance.read(path).get("model") or {}
+    return read_yaml(path / provenance.RECIPE).get("model") or {}
 
 
 def merged(path: Path, quantized: str | None, made: Path) -> tuple[Tensors, Path]:

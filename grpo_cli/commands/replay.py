@@ -18,6 +18,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.files import read_yaml
 from grpo_cli.reporting.run_folder import RunFolder
 
 USAGE = """\
@@ -129,7 +130,7 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
 
 def check_recipe(path: Path) -> None:
     """Raises a UserError if another user's kept step has a recipe with untrusted settings."""
-    stored = provenance.read(path)
+    stored = read_yaml(path / provenance.RECIPE)
     provenance.check(path, provenance.unusual(stored), "--trust")
     read = {section: value for section, value in stored.items() if section not in NOT_READ}
     provenance.check(path, provenance.refused(read, path), "--trust")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ def output_path(runs: Sequence[RunFolder], given: str | None) -> Path:
         raise UserError(f"--output = {given}: is a folder; give a file such as report.html.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output = {given}: is no plain file; give one such as report.html.")
-    is_of_run = any(path.resolve().is_relative_to(run.path.resolve()) for run in runs)
+    real = Path(os.path.realpath(path))  # `resolve` raises at a loop of links
+    is_of_run = any(real.is_relative_to(run.path.resolve()) for run in runs)
     if is_of_run and path.exists() and not page.is_report(path):
         raise UserError(f"--output = {path}: is a file of the run; give a new one.")
     return path

@@ -29,6 +29,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import check_recipe_words, described, parse, split
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.files import read_text
 
 LEAST_GRACE = 30  # seconds; a shorter time is not enough to end a step and save
 
@@ -335,7 +336,7 @@ def write(settings: Settings, recipe: Recipe, words: Sequence[str], command: str
     if not any(w.lstrip("+").startswith("output_dir=") for w in words):
         run += "/job-$SLURM_JOB_ID"
     if settings.setup is not None:
-        setup = Path(settings.setup).expanduser().read_text(encoding="utf-8").strip("\n")
+        setup = read_text(Path(settings.setup).expanduser()).strip("\n")
     python = settings.python or ("python" if settings.setup else shlex.quote(sys.executable))
     log = str(file.parent / "%x-%j.out")
     place = Place(shlex.quote(str(Path.cwd())), run, log, python, setup)

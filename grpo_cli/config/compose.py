@@ -37,6 +37,7 @@ from grpo_cli.config.words import without_dashes
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
 from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.files import read_yaml, reason
 from grpo_cli.generation.settings import Generation, Vllm
 from grpo_cli.models.settings import Adapter, Build, Model
 
@@ -180,12 +181,12 @@ def compose_and_call(
                 guarded
             )()
     except yaml.YAMLError as error:  # for example, a duplicate key
-        raise not_yaml(f"recipe = {shown}", error) from error
+        raise UserError(f"recipe = {shown}: {reason(error)}.") from error
     except (HydraException, OmegaConfBaseException):  # explained by `error_message`
         raise
     except Exception as error:  # raised by Hydra; errors of `task` are stored in `raised`
-        reason = f"{type(error).__name__}: {parsing.first_line(error)}"
-        raise UserError(f"recipe = {shown}: cannot be composed: {reason}.") from error
+        cause = f"{type(error).__name__}: {parsing.first_line(error)}"
+        raise UserError(f"recipe = {shown}: cannot be composed: {cause}.") from error
     except SystemExit as done:  # raised by --help
         if done.code:
             raise
@@ -508,22 +509,12 @@ def _read(path: Path) -> dict[str, Any]:
     """Parses a recipe's file; {} if there is no such file."""
     if not path.is_file():
         return {}
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise not_yaml(f"recipe = {path}", error) from error
-    return tree if isinstance(tree, dict) else {}
+    return read_yaml(path)
 
 
 def is_stored(tree: Mapping[str, Any]) -> bool:
     """Returns whether a run stored this recipe; otherwise a user wrote it."""
     return list(tree.get("defaults") or [])[:2] == ["schema", "_self_"]
-
-
-def not_yaml(what: str, error: yaml.YAMLError) -> UserError:
-    """Returns the error for a file that YAML's parser rejects, with the position."""
-    place = str(getattr(error, "problem_mark", "")).strip()
-    return UserError(f"{what}: is not YAML: {getattr(error, 'problem', error)} {place}")
 
 
 def error_message(error: BaseException) -> str:

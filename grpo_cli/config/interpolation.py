@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ SECRET_KNOB = re.compile(  # matches the last part of a key
     r"(?i)(^|_)(api_?key|access_?key|secret|password|(api|auth|access|bearer|hf|hub)_?token)$"
 )
 SHORTEST = 6  # characters; shorter values are not masked
+# Texts of rows, models, tools and exceptions may hold control sequences of a terminal, and
+# characters that reverse the direction of the text after them. Line breaks and tabs stay.
+_SUSPECT = re.compile(r"[^\n\t\x20-\x7e]")
+_NO_TEXT = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories of control and format characters
+_JOINERS = "\u200c\u200d"  # format characters that belong to words of some languages
 
 # Interpolations of the last parsed recipe: full key -> (value, interpolation).
 _texts: dict[str, tuple[Any, str]] = {}
@@ -77,6 +83,17 @@ def masker() -> Callable[[str], str]:
         return text
 
     return mask
+
+
+def printable(text: str) -> str:
+    """Returns a string without secrets, and with control characters escaped as in Python."""
+    return _SUSPECT.sub(lambda found: _escaped(found[0]), masked(text))
+
+
+def _escaped(character: str) -> str:
+    if character in _JOINERS or unicodedata.category(character) not in _NO_TEXT:
+        return character
+    return character.encode("unicode_escape").decode("ascii").replace("\\r", "\\x0d")
 
 
 def plain_secrets(tree: Any) -> list[str]:

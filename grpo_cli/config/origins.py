@@ -30,6 +30,7 @@ from grpo_cli.config.compose import RECIPES, STORED
 from grpo_cli.config.keys import entry_field
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import flat
+from grpo_cli.files import read_text
 
 NOTHING = dataclasses.MISSING
 SHIPPED = Path(str(importlib.resources.files(RECIPES)))
@@ -132,7 +133,7 @@ def _layer(default: Any, file: Path | None) -> Layer | None:
     path = file if name == STORED else _file_of(name)
     if path is None:
         return None
-    root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    root = yaml.compose(read_text(path), yaml.SafeLoader)
     return Layer(path, package, root)
 
 

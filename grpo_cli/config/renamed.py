@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from grpo_cli.files import read_yaml
 
 
 class OtherName(NamedTuple):
@@ -25,8 +25,8 @@ class OtherName(NamedTuple):
 
 def sections() -> dict[str, list[OtherName]]:
     """Returns the rows of other_names.yaml by section, in the order of the file."""
-    text = Path(__file__).with_name("other_names.yaml").read_text("utf-8")
-    return {name: [OtherName(**row) for row in rows] for name, rows in yaml.safe_load(text).items()}
+    entries = read_yaml(Path(__file__).with_name("other_names.yaml"))
+    return {name: [OtherName(**row) for row in rows] for name, rows in entries.items()}
 
 
 @cache

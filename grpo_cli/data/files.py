@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo_cli.config.sources import FORMATS, file_format, is_pattern
 from grpo_cli.errors import UserError, first_three, listed, nearest
+from grpo_cli.files import reading, reason
 
 # Skips the byte order mark that Excel and Windows write.
 ENCODING = "utf-8-sig"
@@ -76,10 +77,8 @@ def load_local(path: Path, subset: str | None, split: str, key: str) -> Any:
         return load_files(find_files(path, subset, split, key), key, path)
     import datasets
 
-    try:
+    with reading(f"{key} = {path}"):
         found = datasets.load_from_disk(str(path))
-    except Exception as error:  # damaged files: each format raises its own errors
-        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     if not isinstance(found, datasets.DatasetDict):
         return found
     _check_split(split, list(found), path, key)
@@ -104,6 +103,8 @@ def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Pat
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
+    if not path.is_file():  # a pipe, which waits for a writer
+        raise UserError(f"{key} = {path}: is no plain file.")
     return [path]
 
 
@@ -134,7 +135,7 @@ def _shards(path: Path, subset: str | None, split: str, key: str) -> list[Path]:
             raise UserError(
                 f"{key} = {path}: the folder holds no data; it needs {', '.join(FORMATS)} files."
             ) from error
-        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}.") from error
     splits = {str(name): [Path(file) for file in of] for name, of in (files or {}).items()}
     _check_split(split, list(splits), path, key)
     return splits[split]
@@ -163,10 +164,8 @@ def stream_files(
     kind = _kind_of(paths, key, source)
     for path in paths:
         if kind == "parquet":
-            try:
+            with reading(f"{key} = {path}"):
                 file = parquet.ParquetFile(path)
-            except Exception as error:  # pyarrow's errors have no common base
-                raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
             if start >= file.metadata.num_rows:
                 start -= file.metadata.num_rows
                 continue
@@ -181,11 +180,9 @@ def stream_files(
 
 
 def _parquet_rows(file: Any, path: Path, key: str) -> Iterator[dict[str, Any]]:
-    try:
+    with reading(f"{key} = {path}"):
         for batch in file.iter_batches(batch_size=256):
             yield from batch.to_pylist()
-    except Exception as error:  # pyarrow's errors have no common base
-        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
 
 def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
@@ -225,7 +222,7 @@ def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
         cause = reason(error.__cause__ or error)
         if "corresponds to no data" in cause:
             raise UserError(f"{key} = {source}: the data set is empty.") from error
-        raise UserError(f"{key} = {source}: cannot be read: {cause}") from error
+        raise UserError(f"{key} = {source}: cannot be read: {cause}.") from error
 
 
 def _kind_of(paths: Sequence[Path], key: str, source: Path) -> str:
@@ -261,10 +258,8 @@ def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
 
     features: dict[Path, Any] = {}
     for path in paths:
-        try:
+        with reading(f"{key} = {path}"):
             features[path] = datasets.Features.from_arrow_schema(parquet.read_schema(path))
-        except Exception as error:  # pyarrow's errors have no common base
-            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     _check_columns({path: list(found) for path, found in features.items()}, key, source)
     first = paths[0]
     for path, found in features.items():
@@ -276,17 +271,6 @@ def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
                     f"{key} = {source}: the column {name!r} is {types[0]} in {first.name} and "
                     f"{types[1]} in {path.name}; it has to be one of them."
                 )
-
-
-def reason(error: BaseException) -> str:
-    """Describes why a file cannot be read, even if the error has no message."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"malformed JSON ({error.msg})"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, MemoryError):
-        return "it does not fit into memory"
-    return str(error).split("\n")[0] or type(error).__name__
 
 
 def _keep_text(
@@ -321,7 +305,7 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a JSON file, up to a wrong one: an array, or one object per line."""
     opener = gzip.open if path.suffix == ".gz" else open
     wrong: list[str] = []
-    with opener(path, "rt", encoding=ENCODING) as file:
+    with reading(f"{key} = {path}"), opener(path, "rt", encoding=ENCODING) as file:
         try:
             start = file.read(1)
             file.seek(0)
@@ -345,8 +329,6 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
             wrong.append(f"line {error.lineno}: {reason(error)}")
         except UnicodeDecodeError as error:
             raise _no_utf_8(path, key, error) from error
-        except (OSError, EOFError, ValueError, MemoryError, RecursionError) as error:
-            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     if wrong:
         raise UserError(f"{key} = {path}, {first_three(wrong)}.")
 
@@ -402,8 +384,8 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
     csv.field_size_limit(2**31 - 1)
     opener = gzip.open if path.suffix == ".gz" else open
     number, wrong = -1, list[str]()
-    try:
-        with opener(path, "rt", encoding=ENCODING, newline="") as file:
+    with reading(f"{key} = {path}"), opener(path, "rt", encoding=ENCODING, newline="") as file:
+        try:
             reader = csv.DictReader(file, strict=True)
             names = reader.fieldnames or []
             if twice := [name for name in names if names.count(name) > 1]:
@@ -416,10 +398,8 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
                     wrong.append(f"row {number}: has {got} fields")
                 elif not wrong:
                     yield row
-    except UnicodeDecodeError as error:
-        raise _no_utf_8(path, key, error) from error
-    except (OSError, EOFError, MemoryError, csv.Error) as error:
-        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+        except UnicodeDecodeError as error:
+            raise _no_utf_8(path, key, error) from error
     if wrong:
         raise UserError(f"{key} = {path}, {first_three(wrong)}; the header has {len(names)}.")
     if number < 0:

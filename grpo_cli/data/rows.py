@@ -18,6 +18,7 @@ from grpo_cli.data import files
 from grpo_cli.data.files import load_local
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.files import reason
 
 DATASET = "dataset"  # column with the data set's name in a mixture
 
@@ -267,7 +268,7 @@ def load_hub(
     except Exception as error:  # hub, network and builder errors have no common base
         raise UserError(
             f"{key} = {source}: no such file here, and as a hub data set (split {split}) it cannot "
-            f"be loaded: {type(error).__name__}: {files.reason(error)}"
+            f"be loaded: {type(error).__name__}: {reason(error)}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template,
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.files import reason
 
 if TYPE_CHECKING:
     from grpo_cli.records import Prompt
@@ -87,7 +88,7 @@ def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
         except Exception as error:  # hub, network and format errors have no common base
             raise UserError(
                 f"{key} = {source}: row {row} cannot be read from the hub: "
-                f"{type(error).__name__}: {files.reason(error)}"
+                f"{type(error).__name__}: {reason(error)}"
             ) from error
     elif files.is_saved_to_disk(path):
         table = files.undecoded(files.load_local(path, config.subset, split, key))

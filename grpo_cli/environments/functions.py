@@ -21,7 +21,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.config.user_code import import_function, is_coroutine_function
@@ -115,21 +115,12 @@ class Tool:
         return arguments
 
 
+@dataclass(frozen=True)
 class Functions:
-    """Answers the calls of tools.
+    """Answers the calls of tools."""
 
-    Args:
-        tools: the tools by name.
-        deadlines: limits the time of each tool call; default: no limit.
-    """
-
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        deadlines: Deadlines | None = None,
-    ) -> None:
-        self.tools = dict(tools)
-        self.deadlines = deadlines or Deadlines()
+    tools: Mapping[str, Tool]  # by name
+    deadlines: Deadlines = field(default_factory=Deadlines)  # of each tool call
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from grpo_cli import data
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, encode, fill, unchanged
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.files import read_yaml
 from grpo_cli.scoring import registry
 from grpo_cli.scoring.settings import Reward
 
@@ -112,7 +111,7 @@ def shipped_entry(name: str) -> dict[str, Any]:
     file = resources.files("grpo_cli.recipes").joinpath("benchmark", f"{name}.yaml")
     if not file.is_file():
         return {}
-    return dict(yaml.safe_load(file.read_text(encoding="utf-8"))[name])
+    return dict(read_yaml(str(file))[name])
 
 
 def gold_columns(name: str, config: Benchmark) -> list[str]:

@@ -20,6 +20,7 @@ from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.paired import paired
 from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.files import open_file, read_json, reading
 from grpo_cli.scoring import registry
 from grpo_cli.scoring.settings import function_of, own_first
 
@@ -259,25 +260,17 @@ def read(path: Path) -> Stored:
     Raises:
         UserError: a file is missing or was not written by `grpo eval`.
     """
-    import pyarrow
     from pyarrow import parquet
 
     if path.is_dir():
         path = path / "eval.json"
     if not path.is_file():
         raise UserError(f"{path}: is missing; give a folder that grpo eval has filled.")
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: is no eval.json of grpo eval: {error}.") from error
-    if not isinstance(report, dict) or "benchmarks" not in report:
-        raise UserError(f'{path}: is no eval.json of grpo eval: it holds no "benchmarks".')
+    report = read_json(path, "benchmarks")
     file = path.with_name("completions.parquet")
-    try:
+    with reading(file), open_file(file) as opened:
         # As a dictionary, since the text of a row is repeated in each of its completions.
-        table = parquet.read_table(file, columns=COLUMNS, read_dictionary=["columns"])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file}: cannot be read as parquet: {error}") from error
+        table = parquet.read_table(opened, columns=COLUMNS, read_dictionary=["columns"])
     found = Stored(path, report, {}, {})
     names, texts = COLUMNS[:-1], table["columns"]
     completions = zip(*(table[name].to_pylist() for name in names), strict=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_cli.data.stored_completions import images_cell
+from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Mode
 from grpo_cli.evaluation.tasks import TaskResult
+from grpo_cli.files import read_json
 from grpo_cli.reporting.reporter import (
     completion_row,
     nested,
@@ -31,14 +35,13 @@ def set_aside(folder: Path, settings: Mapping[str, Any]) -> Path | None:
     Args:
         settings: has `checkpoint_hash` and `settings_hash` of the evaluation to be written.
     """
-    try:
-        report = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(folder / "eval.json"):
         return None
-    except ValueError:
-        report = {}
+    report = dict[str, Any]()
+    with suppress(UserError):  # damaged
+        report = read_json(folder / "eval.json")
     same = ("checkpoint_hash", "settings_hash")
-    if isinstance(report, dict) and all(report.get(key) == settings[key] for key in same):
+    if all(report.get(key) == settings[key] for key in same):
         return None
     folder, number = folder.resolve(), 1  # "." has no name
     while (aside := folder.with_name(f"{folder.name}_{number}")).exists():

@@ -27,6 +27,7 @@ from grpo_cli.config.parsing import first_line
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import full_tensor, offload
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.files import read_json
 from grpo_cli.models import quantization
 from grpo_cli.models.settings import Adapter
 
@@ -257,7 +258,7 @@ def read_config(folder: Path) -> LoraConfig:
     require()
     from peft import LoraConfig
 
-    stored = read_json(folder)
+    stored = read_json(folder / CONFIG)
     if stored.get("peft_type") != "LORA":
         raise UserError(
             f"adapter {folder}: is of type {stored.get('peft_type')}; only LORA (with DoRA and "
@@ -272,21 +273,6 @@ def read_config(folder: Path) -> LoraConfig:
     check_form(config, str(folder / CONFIG))
     config.inference_mode = False
     return config
-
-
-def read_json(folder: Path) -> dict[str, Any]:
-    """Returns the contents of an adapter's config file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        stored = json.loads((folder / CONFIG).read_text("utf-8"))
-        if not isinstance(stored, dict):
-            raise ValueError("is no object")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG}: cannot be read: {first_line(error)}.") from error
-    return stored
 
 
 def config_on(model: nn.Module) -> LoraConfig | None:

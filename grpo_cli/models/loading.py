@@ -20,6 +20,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.files import read_json, read_text
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
@@ -76,7 +77,7 @@ def load_model(
     if recipe.adapter.path is not None:
         folder = Path(recipe.adapter.path).expanduser()
         adapters.load(model, folder, trained=True)
-        base = adapters.read_json(folder).get("base_model_name_or_path")
+        base = read_json(folder / adapters.CONFIG).get("base_model_name_or_path")
         if base and sources.absolute(base) != sources.absolute(path):
             say(
                 f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "
@@ -307,7 +308,7 @@ def base_of(config: Model, path: str | Path) -> tuple[Model, str]:
     adapter = Path(path)
     if not sources.is_adapter(adapter):
         return config, str(path)
-    stored = adapters.read_json(adapter)
+    stored = read_json(adapter / adapters.CONFIG)
     base = stored.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{adapter / adapters.CONFIG}: names no base_model_name_or_path.")
@@ -432,7 +433,7 @@ def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> Non
 def read_template(template: str) -> str:
     """Returns a chat template from a template string, from `hermes` (built in), or from a file."""
     file = sources.template_file(template)
-    return template if file is None else file.read_text(encoding="utf-8")
+    return template if file is None else read_text(file)
 
 
 def eos_ids(config: transformers.GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

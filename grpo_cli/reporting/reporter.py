@@ -39,6 +39,7 @@ from grpo_cli.data.stored_completions import (
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, counted
+from grpo_cli.files import read_text
 from grpo_cli.records import Group
 from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.memory_meter import MemoryMeter
@@ -146,7 +147,7 @@ class Reporter:
         self.progress.start_at(step)
         for path in (self.metrics.path, self.raised.path):
             kept = []
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            for line in read_text(path).splitlines() if path.exists() else ():
                 with contextlib.suppress(ValueError):  # a line torn by a crash
                     found = json.loads(line)
                     if found["step"] <= step and found.get("kind") != "stop":

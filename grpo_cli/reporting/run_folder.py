@@ -13,7 +13,6 @@ For example, with `run = RunFolder.open("outputs/demo")`:
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_cli.checkpoints import lock, provenance
 from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.data.stored_completions import steps_stored
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
+from grpo_cli.files import LONGEST, json_object, read_json, read_text, read_yaml
 
 METRICS = "metrics.jsonl"
 ALARMS = "alarms.jsonl"
@@ -71,19 +69,12 @@ class RunFolder:
         Raises:
             UserError: the file is damaged.
         """
-        path = self.path / "recipe.yaml"
-        try:
-            stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{path}: cannot be read: {error}.") from error
-        if not isinstance(stored, dict):
-            raise UserError(f"{path}: this is no recipe.")
-        return stored
+        return read_yaml(self.path / "recipe.yaml")
 
     def commands(self) -> list[str]:
         """Returns the command line of each start of the run, the first one first."""
         path = self.path / "command.txt"
-        return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return read_text(path, LONGEST).splitlines() if os.path.lexists(path) else []
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl; [] before the first step is done."""
@@ -95,15 +86,19 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """Returns summary.json; None before the last step is done."""
-        return read_json(self.path / "summary.json")
+        return self._object("summary.json")
 
     def status(self) -> dict[str, Any] | None:
         """Returns status.json; None before the run has written it."""
-        return read_json(self.path / STATUS)
+        return self._object(STATUS)
 
     def plan(self) -> dict[str, Any] | None:
         """Returns plan.json; None before the run has written it."""
-        return read_json(self.path / "plan.json")
+        return self._object("plan.json")
+
+    def _object(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        return read_json(path) if os.path.lexists(path) else None
 
     def steps_with_completions(self) -> list[int]:
         """Returns the steps whose completions are stored, in order."""
@@ -127,11 +122,11 @@ class RunFolder:
         that starts would be refused.
         """
         path = self.path / lock.NAME
-        try:
-            holder = re.match(r"process (\d+) on (\S+),", path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return False
-        except (OSError, UnicodeDecodeError):
+        try:
+            holder = re.match(r"process (\d+) on (\S+),", read_text(path))
+        except UserError:
             return None
         if holder is None:
             return False
@@ -149,46 +144,14 @@ class RunFolder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete lines of a JSON lines file; [] if there is no such file.
+    """Returns the complete lines of metrics.jsonl or alarms.jsonl; [] if there is no such file.
 
     A last line that is still being written is left out.
 
     Raises:
         UserError: another line is damaged.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is damaged: {error}.") from error
-    lines = text.splitlines(keepends=True)
+    lines = read_text(path).splitlines(keepends=True) if os.path.lexists(path) else []
     if lines and not lines[-1].endswith("\n"):
         del lines[-1]
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: is not JSON: {error}.") from error
-        if not isinstance(entry, dict):
-            raise UserError(f"{path}, line {number}: is no JSON object.")
-        found.append(entry)
-    return found
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the object of a JSON file; None if there is no such file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:  # also bytes that are no UTF-8
-        raise UserError(f"{path}: is not JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: is no JSON object.")
-    return found
+    return [json_object(s, f"{path}, line {i}", "step") for i, s in enumerate(lines, start=1)]

@@ -6,8 +6,6 @@ Text that the model has not sampled is dimmed: prompts, and replies of tools and
 from __future__ import annotations
 
 import json
-import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,17 +13,12 @@ from rich.console import Group
 from rich.rule import Rule
 from rich.text import Text
 
-from grpo_cli.config.interpolation import masked
+from grpo_cli.config.interpolation import printable
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import ImageError, StoredImage
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-# A model, or a tool, may write control sequences of a terminal, and characters that reverse the
-# direction of the text after them. Line breaks and tabs stay.
-_SUSPECT = re.compile(r"[^\n\t\x20-\x7e]")
-_NO_TEXT = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories of control and format characters
-_JOINERS = "\u200c\u200d"  # format characters that belong to words of some languages
 
 
 def trajectory(sample: Sample) -> Group:
@@ -159,15 +152,3 @@ def _foot(sample: Sample) -> Iterator[str]:
 
 def _is_number(columns: Mapping[str, Any], name: str) -> bool:
     return isinstance(columns.get(name), (int, float))
-
-
-def printable(text: str) -> str:
-    """Returns a string without secrets, and with control characters escaped as in Python."""
-
-    def escaped(found: re.Match[str]) -> str:
-        character = found[0]
-        if character in _JOINERS or unicodedata.category(character) not in _NO_TEXT:
-            return character
-        return character.encode("unicode_escape").decode("ascii").replace("\\r", "\\x0d")
-
-    return _SUSPECT.sub(escaped, masked(text))

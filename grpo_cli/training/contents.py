@@ -31,6 +31,7 @@ from grpo_cli.data import Rows, RowStream, files
 from grpo_cli.data.settings import NamedRows
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.files import read_json
 from grpo_cli.models import loading
 from grpo_cli.models.settings import Model
 from grpo_cli.scoring.registry import RewardFunction
@@ -83,7 +84,7 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
     Raises:
         UserError: data or the tokenizer has changed, and `resume_changed` is not set.
     """
-    before: Contents = json.loads((checkpoint / CONTENTS).read_text("utf-8"))
+    before: Contents = read_json(checkpoint / CONTENTS)
     changed = differences(before, now)
     refused, shown = [], paths.shown(checkpoint)
     for key, names in changed.items():

@@ -31,7 +31,8 @@ from grpo_cli.models.loading import LoadedModel, load_model
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter
-from grpo_cli.training.prepare import Prepared, TrainRows
+from grpo_cli.training.prepare import Prepared
+from grpo_cli.training.scorers import TrainRows
 
 
 def load_policy(prepared: Prepared, workers: Workers, reporter: Reporter) -> LoadedModel:

@@ -29,6 +29,7 @@ from grpo_cli.data import PromptStream
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
+from grpo_cli.files import read_yaml
 from grpo_cli.generation.base import Generator
 from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.models.loading import load_model
@@ -197,7 +198,7 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
     own = saved[ENTRY]
     if not trust:
         provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
-    stored = provenance.read(path)
+    stored = read_yaml(path / provenance.RECIPE)
     recipe = prepare.parse({key: value for key, value in stored.items() if key != "defaults"})
     # One process shards nothing; FSDP2's offload changes no number.
     distributed = dataclasses.replace(recipe.distributed, strategy="ddp", offload="none")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from omegaconf import DictConfig
 
 from grpo_cli import data
@@ -23,6 +21,7 @@ from grpo_cli.data.settings import Dataset
 from grpo_cli.environments import factory as environments
 from grpo_cli.errors import UserError, counted, nearest
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
+from grpo_cli.files import read_json, read_yaml
 from grpo_cli.generation.vllm import lora
 from grpo_cli.models.settings import ADAM
 from grpo_cli.reporting import tracking
@@ -326,9 +325,9 @@ def finished(recipe: Recipe) -> str | None:
     folder = Path(recipe.output_dir).expanduser()
     restarts = recipe.resume == "auto" or (recipe.resume is None and lock.is_restart(folder))
     try:
-        done = json.loads((folder / "summary.json").read_text("utf-8"))["steps"]
-        stored = yaml.safe_load((folder / "recipe.yaml").read_text("utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        done = read_json(folder / "summary.json")["steps"]
+        stored = read_yaml(folder / "recipe.yaml")
+    except (UserError, KeyError):
         return None
     knob, steps = "steps", recipe.steps
     if recipe.epochs is not None:

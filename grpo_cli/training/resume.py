@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import PreTrainedModel
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
-from grpo_cli.checkpoints import checkpointer, paths, retention, shards
+from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe, sources
 from grpo_cli.config.knob import flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.files import read_text, read_yaml
 from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
@@ -191,8 +191,8 @@ def keeping(run: Run) -> dict[str, Any]:
 def card_of(run: Run) -> str:
     """Returns the model card of a checkpoint that is written now."""
     state, began = run.state, ""
-    with suppress(OSError):  # the file may be missing
-        began = (run.folder / "command.txt").read_text(encoding="utf-8").partition("\n")[0]
+    with suppress(UserError):  # the file may be missing
+        began = read_text(run.folder / "command.txt").partition("\n")[0]
     return model_card(
         run.recipe,
         shlex.split(began),
@@ -268,7 +268,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
         UserError: the run has another adapter, or another optimizer, which cannot take the stored
             state.
     """
-    stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+    stored = read_yaml(path / provenance.RECIPE)
     shown = paths.shown(path)
     weights = f"model.path={shown} model.build=null"
     if sources.is_adapter(path):
@@ -318,7 +318,7 @@ def restore(run: Run, path: Path) -> None:
     """
     saved = restore_state(run, path)
     workers = run.workers
-    before = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+    before = read_yaml(path / provenance.RECIPE)
     if path == paths.checkpoint_path(run.folder, run.state.step):
         run.recovery.saved_step = run.state.step
     where = f"in step {run.state.step + 1}" if run.recovery.progress else f"step {run.state.step}"
@@ -368,7 +368,7 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     run.queue.leftover = _leftover(run, saved["carried"])
     run.recovery.progress = _progress(run, saved["work"])
     _restore_prefetched(run, saved["ahead"])
-    before = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+    before = read_yaml(path / provenance.RECIPE)
     same_processes = len(saved["rng"]) == workers.size
     if same_processes:
         random_streams.set_rng_state(saved["rng"][workers.rank])
@@ -401,8 +401,8 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
             others = [paths.shown(p) for p in paths.resumable(path.parent.parent) if p != path]
             names = ", ".join(reversed(others)) or "none"
             name = run.recipe.recipe
-            with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-                stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+            with suppress(UserError, KeyError):
+                stored = read_yaml(path / provenance.RECIPE)
                 if stored["recipe"] != name:
                     reason = f"it was trained with recipe={stored['recipe']}, not {name}; {reason}"
             raise UserError(

@@ -119,10 +119,10 @@ def test_several_completions_a_row(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     good = store(tmp_path / "good", single([True]))
     assert "is missing" in refusal(good, tmp_path / "none" / "eval.json")
-    (tmp_path / "text.json").write_text("accuracy: 0.5")
-    assert "is no eval.json of grpo eval" in refusal(good, tmp_path / "text.json")
-    (tmp_path / "list.json").write_text("[]")
-    assert 'holds no "benchmarks"' in refusal(good, tmp_path / "list.json")
+    (tmp_path / "other.json").write_text("{}")
+    assert "other.json: cannot be read: it has no 'benchmarks'" in refusal(
+        good, tmp_path / "other.json"
+    )
     math_only = store(tmp_path / "math", single([True], "math"))
     assert "the first has gsm8k (cot), the second math (cot)" in refusal(good, math_only)
     own_rows = store(tmp_path / "own", [("rows", None, 5, 0, True)])
@@ -132,9 +132,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table({"benchmark": ["gsm8k"]}), later.parent / "completions.parquet"
     )
-    assert "cannot be read as parquet" in refusal(good, later)
+    assert "completions.parquet: cannot be read" in refusal(good, later)
     (later.parent / "completions.parquet").write_text("no parquet")
-    assert "cannot be read as parquet" in refusal(good, later)
+    assert "completions.parquet: cannot be read" in refusal(good, later)
     (later.parent / "completions.parquet").unlink()
     assert "completions.parquet: cannot be read" in refusal(good, later)
 

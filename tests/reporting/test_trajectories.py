@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from grpo_cli.config.interpolation import printable
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.records import Rollout
-from grpo_cli.reporting.trajectories import printable, trajectory
+from grpo_cli.reporting.trajectories import trajectory
 from tests.episodes import make_episode
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_cli.checkpoints.paths import steps_saved
 from grpo_cli.data.stored_completions import IMAGES, Sample, sample_of
 from grpo_cli.errors import UserError
+from grpo_cli.files import open_file, reading
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, RunFolder
 
 # Columns of tokens take most of a file; only episodes show a number of tokens.
@@ -75,30 +76,27 @@ class Followed:
             now: a monotonic time in seconds.
         """
         try:
-            self._read_changed()
+            if self._has_changed(METRICS):
+                self.metrics = self.folder.metrics()
+            if self._has_changed(ALARMS):
+                self.alarms = self.folder.alarms()
+            if self._has_changed("recipe.yaml"):
+                self.folder = RunFolder(self.folder.path)  # it reads its recipe only once
+                with contextlib.suppress(UserError):  # not written yet
+                    self.recipe = self.folder.recipe
+            if self._has_changed("summary.json"):
+                self.summary = self.folder.summary()
+            if self._has_changed("checkpoints"):
+                self.checkpoints = steps_saved(self.folder.path)
+            if self._has_changed("completions"):
+                self.samples = []
+                if stored := [step for step in self.folder.steps_with_completions() if step >= 0]:
+                    with contextlib.suppress(ValueError, UserError):
+                        self.samples = best_and_worst(self.folder.completions(stored[-1]))
         except (OSError, UserError):  # replaced meanwhile on a network disk, or damaged
             self._stamps.clear()
         self.holds_lock = self.folder.is_running
         self._read_status(time.monotonic() if now is None else now)
-
-    def _read_changed(self) -> None:
-        if self._has_changed(METRICS):
-            self.metrics = self.folder.metrics()
-        if self._has_changed(ALARMS):
-            self.alarms = self.folder.alarms()
-        if self._has_changed("recipe.yaml"):
-            self.folder = RunFolder(self.folder.path)  # it reads its recipe only once
-            with contextlib.suppress(UserError):  # not written yet
-                self.recipe = self.folder.recipe
-        if self._has_changed("summary.json"):
-            self.summary = self.folder.summary()
-        if self._has_changed("checkpoints"):
-            self.checkpoints = steps_saved(self.folder.path)
-        if self._has_changed("completions"):
-            self.samples = []
-            if stored := [step for step in self.folder.steps_with_completions() if step >= 0]:
-                with contextlib.suppress(ValueError, UserError):
-                    self.samples = best_and_worst(self.folder.completions(stored[-1]))
 
     def _read_status(self, now: float) -> None:
         """Reads the status and its age.
@@ -137,12 +135,11 @@ def best_and_worst(path: Path) -> list[Sample]:
     Returns one completion if all rewards are equal, or if no completion has a reward.
 
     Raises:
-        OSError, ValueError, UserError: the file is gone, or holds no completions; pyarrow's
-            errors are of the first two types.
+        ValueError, UserError: the file is gone, or holds no completions.
     """
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with reading(path), open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
         names = set(file.schema_arrow.names)
         skipped = {*TOKENS, *(() if "turns" in names else TOKENS_OF_EPISODES)}
         table = file.read(columns=sorted(names - skipped))

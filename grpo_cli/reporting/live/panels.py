@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_cli.checkpoints.manifest import in_words
+from grpo_cli.config.interpolation import printable
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.metric_names import times
-from grpo_cli.reporting.trajectories import body, head, printable
+from grpo_cli.reporting.trajectories import body, head
 
 STATE_STYLES = {
     "starting": "bold cyan", "training": "bold green", "evaluating": "bold blue",

@@ -13,8 +13,7 @@ A table of two completions of one prompt:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.config.interpolation import masked, masker
-from grpo_cli.config.parsing import first_line
 from grpo_cli.data.stored_completions import IMAGES
-from grpo_cli.errors import UserError
+from grpo_cli.files import open_file, reading
 from grpo_cli.reporting.report import facts, token_texts
 from grpo_cli.reporting.report.curves import rounded
 from grpo_cli.reporting.report.pictures import Pictures
@@ -76,8 +74,8 @@ def read(run: RunFolder, limits: Limits) -> Completions:
     files = {step: run.completions(step) for step in run.steps_with_completions()}
     counts = {}
     for step, path in files.items():
-        with readable(path):
-            counts[step] = pyarrow.parquet.read_metadata(path).num_rows
+        with reading(path), open_file(path) as file:
+            counts[step] = pyarrow.parquet.read_metadata(file).num_rows
     chosen = chosen_steps(counts, limits.completions)
     pictures = Pictures(limits.image_bytes)
     rows = [row for step, most in chosen.items() for row in read_rows(files[step], most)]
@@ -118,45 +116,30 @@ def chosen_steps(counts: Mapping[int, int], most: int) -> dict[int, int]:
     return {steps[i]: min(counts[steps[i]], most // len(places)) for i in places}
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turns an error of pyarrow or of the disk into a UserError."""
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}.") from error
-
-
 def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
     """Returns the first completions of a file; values of tokens are arrays."""
     import pyarrow
     import pyarrow.parquet
 
-    with readable(path):
-        table = pyarrow.parquet.read_table(path).slice(0, most)
+    with reading(path), open_file(path) as file:
+        table = pyarrow.parquet.read_table(file).slice(0, most)
     columns: dict[str, Sequence[Any]] = {}
     for name in table.column_names:
         column = table[name].combine_chunks()
         if isinstance(column, pyarrow.ChunkedArray):
             column = pyarrow.concat_arrays(column.chunks) if column.num_chunks else column
-        is_of_tokens = pyarrow.types.is_list(column.type) and name != IMAGES
-        columns[name] = list(_arrays(column)) if is_of_tokens else column.to_pylist()
+        if name == IMAGES or not pyarrow.types.is_list(column.type):
+            columns[name] = column.to_pylist()
+        else:
+            values = column.flatten().to_numpy(zero_copy_only=False)
+            lengths = column.value_lengths().to_pylist()
+            ends = np.cumsum([length or 0 for length in lengths])
+            columns[name] = [
+                None if length is None else values[end - length : end]
+                for length, end in zip(lengths, ends, strict=True)
+            ]
     names = [*columns]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _arrays(column: Any) -> Iterator[Any]:
-    """Yields each list of a column as an array; None for a missing one."""
-    values = column.flatten().to_numpy(zero_copy_only=False)
-    start = 0
-    for length in column.value_lengths().to_pylist():
-        if length is None:
-            yield None
-            continue
-        yield values[start : start + length]
-        start += length
 
 
 @dataclass

@@ -14,7 +14,8 @@ from grpo_cli.config.interpolation import publishable, publishable_command
 from grpo_cli.config.keys import KNOBS
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.saved_recipe import changes
-from grpo_cli.reporting.run_folder import RunFolder, read_json
+from grpo_cli.files import read_json
+from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.scoring.settings import Reward, function_of, own_first
 
 
@@ -70,7 +71,7 @@ def state(run: RunFolder, summary: Mapping[str, Any] | None, status: Mapping[str
 
 def evaluation(folder: Path, step: int) -> Iterator[dict[str, Any]]:
     """Yields the results of an evaluation by `grpo eval`, one for each benchmark and mode."""
-    report = read_json(folder / "eval.json") or {}
+    report = read_json(folder / "eval.json")
     for name, entry in report.get("benchmarks", {}).items():
         found = entry if isinstance(entry, Mapping) else {}
         modes = {m: e for m, e in found.items() if isinstance(e, Mapping) and "accuracy" in e}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,6 @@ from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, traits_of
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import is_coroutine_function
-from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.factory import rollout_function
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.records import (
@@ -38,6 +38,9 @@ from grpo_cli.records import (
     weighted_parts,
 )
 from grpo_cli.scoring.registry import full_name
+
+if TYPE_CHECKING:  # it imports transformers, and recipes are checked without
+    from grpo_cli.distributed.workers import Workers
 
 ZERO_ADVANTAGE = "frac_zero_advantage"
 
