@@ -1,4 +1,5 @@
 import dataclasses
+import gzip
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,9 @@ def test_a_csv_files_cells_stay_the_text_they_are(tmp_path: Path) -> None:
     ]
 
 
+MARK = b"\xef\xbb\xbf"  # of UTF-8: what Excel and Windows begin a file with
+
+
 MIXED = [
     {"answer": 7, "level": 1, "note": "a\u2028b"},
     {"answer": "007", "level": 2},
@@ -98,6 +102,29 @@ def test_text_beside_numbers_stays_the_text_it_is(tmp_path: Path, name: str) -> 
     assert [row["answer"] for row in found] == answers
     assert [row["level"] for row in found] == list(range(1, 9)), "a column of numbers stays one"
     assert [row["note"] for row in found] == ["a\u2028b"] + [None] * 7
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz"]
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(name: str, tmp_path: Path) -> None:
+    lines = [b'{"question": "1+1=", "answer": "\xe4"}', b'{"question": "2+1=", "answer": "b"}']
+    if ".json." in name or name.endswith(".json"):
+        lines = [b"[" + lines[0] + b",", lines[1] + b"]"]
+    elif ".csv" in name:
+        lines = [b"question,answer", b"1+1=,\xe4", b"2+1=,b"]
+    text = b"\r\n".join([*lines, b""]).replace(b"\xe4", "\u00e4".encode())
+    found = []
+    for mark in (b"", MARK):
+        path = tmp_path / str(len(mark)) / name
+        path.parent.mkdir()
+        path.write_bytes(gzip.compress(mark + text) if name.endswith(".gz") else mark + text)
+        found.append(rows_of(load_rows(config(path), "train")))
+    assert found[0] == [
+        {"question": "1+1=", "answer": "\u00e4"},
+        {"question": "2+1=", "answer": "b"},
+    ]
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize(("line", "count"), [("1,2,3,4", 4), ("1", 1)])
@@ -492,3 +519,11 @@ def test_no_row_left_to_train_on(jsonl: Path) -> None:
         UserError, match=r"test_split_size = 4: leaves no row to train on; .* has 4"
     ):
         held_out(jsonl, test_split_size=4)
+
+
+def test_a_prompt_of_a_part_has_the_line_of_the_data(
+    jsonl: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    part, _ = hold_out(load_rows(config(jsonl), "train"), config(jsonl, test_split_size=2))
+    prompts, _ = make_prompts(part, config(jsonl), tokenizer)
+    assert [p.row for p in prompts] == [p.columns["level"] for p in prompts]

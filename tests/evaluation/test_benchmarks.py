@@ -18,6 +18,7 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.rewards import has_votes
 from grpo_cli.rewards._text import boxed_answers
 from grpo_cli.rewards.math import math
 from tests.composed import composed
@@ -173,6 +174,15 @@ def test_the_hubs_columns_get_the_names_that_are_read(
     else:
         assert math(["The answer is 18."], [row["answer"]]) == [1.0]
     assert set(found.breakdown) <= row.keys()
+
+
+def test_a_hub_data_set_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no way\nthere")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match=r"benchmark\.mine\.data = me/mine: .* no way$"):
+        benchmarks.load("mine", Benchmark(data="me/mine"))
 
 
 # Columns.
@@ -345,6 +355,21 @@ def test_stop_texts_behind_a_problem_are_the_models_own_problems(
     assert benchmarks.asking(found) == expected
     before = prompted(found, stop=["Q"], cot="Q {question}", tir=None)
     assert benchmarks.asking(before) == ()
+
+
+@table(
+    ("reward", "expected"),
+    [
+        ("math", True),
+        ("exact_match", True),
+        ("choice", True),
+        ("code", False),
+        ("grpo_cli.rewards.math:math", True),
+        ("my_package.my_module:math", False),
+    ],
+)
+def test_what_can_be_voted_on(reward: str, expected: bool) -> None:
+    assert has_votes(reward) is expected
 
 
 def test_nothing_here_needs_torch() -> None:

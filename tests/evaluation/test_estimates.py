@@ -30,6 +30,13 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k(2, 4, 3) == 1.0  # there are but two wrong ones
 
 
+def test_pass_at_k_of_many_completions_is_exact() -> None:
+    assert pass_at_k(1, 10_000, 5_000) == 0.5
+    assert pass_at_k(1, 3_000, 1) == 1 / 3_000
+    # 1 - (1999 * 1998) / (3000 * 2999) of 1001 right ones among 3000
+    assert pass_at_k(1001, 3000, 2) == 1 - 1999 * 1998 / (3000 * 2999)
+
+
 def test_pass_at_k_is_the_share_of_all_draws() -> None:
     for n in range(1, 8):
         for right in range(n + 1):
@@ -90,6 +97,20 @@ def test_maj_at_k_is_the_mean_over_all_draws() -> None:
             assert found == pytest.approx(expected, abs=1e-12), (votes, right, abstained, k)
 
 
+def test_someone_wins_unless_all_abstain() -> None:
+    """The chances of all classes add up to that of a vote, for counts that no brute force does."""
+    rng = random.Random(1)
+    for n, classes, k in [(64, 64, 33), (64, 9, 16), (256, 40, 64), (256, 3, 255), (3000, 2, 8)]:
+        votes = [0] * (classes + 1)
+        for _ in range(n):
+            votes[min(int(rng.expovariate(3 / classes)), classes)] += 1
+        *votes, abstained = votes
+        chances = [maj_at_k(votes, {i}, abstained, k) for i in range(classes)]
+        assert math.fsum(chances) == pytest.approx(pass_at_k(n - abstained, n, k), abs=1e-10)
+        together = maj_at_k(votes, set(range(classes // 2)), abstained, k)
+        assert together == pytest.approx(math.fsum(chances[: classes // 2]), abs=1e-10)
+
+
 def test_one_completion_a_problem_is_wilson_s_interval() -> None:
     # 8 of 10 (Wilson 1927): (0.8 + 0.192073 ± 1.959964 * sqrt(0.016 + 0.0096036)) / 1.384146
     found = estimate([1.0] * 8 + [0.0] * 2, 10)
@@ -107,6 +128,14 @@ def test_all_wrong_and_all_right() -> None:
         assert none.high == pytest.approx(0.277533, abs=1e-6)
         assert (every.value, every.high) == (1.0, 1.0)
         assert every.low == pytest.approx(0.722467, abs=1e-6)
+
+
+def test_values_that_lie_closer_give_a_narrower_interval() -> None:
+    # Σ(x - p)² = 4 * 0.25 = 1 and n p (1 - p) = 4: D = 1.05 / 4.05, so n_eff = 16 * 4.05 / 1.05.
+    found = estimate([0.25, 0.75] * 8, 64)
+    assert (found.low, found.high) == pytest.approx(wilson(0.5, 16 * 4.05 / 1.05), abs=1e-12)
+    # Values that are all alike are worth no more than their completions.
+    assert estimate([0.5] * 100, 200) == Estimate(0.5, *wilson(0.5, 200))
 
 
 # Where all problems together miss, or reach, less than about two whole ones, the interval is wider

@@ -102,6 +102,26 @@ def test_a_large_vocabulary_has_the_same_nucleus() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [4.0, -2.0, 1.0, 0.0]),
+        ({"repetition_penalty": 2.0}, [2.0, -4.0, 1.0, 0.0]),
+        ({"repetition_penalty": 0.5}, [8.0, -1.0, 1.0, 0.0]),
+        # before the temperature: as logits of 2, -4, 1, 0
+        ({"repetition_penalty": 2.0, "temperature": 0.5}, [4.0, -8.0, 2.0, 0.0]),
+        # before top-k and top-p: the third is now the second
+        ({"repetition_penalty": 8.0, "top_k": 1}, [-torch.inf, -torch.inf, 0.0, -torch.inf]),
+        ({"repetition_penalty": 2.0, "temperature": 0.0}, [2.0, -4.0, 1.0, 0.0]),
+    ],
+    ids=str,
+)
+def test_repetition_penalty_by_hand(settings: dict[str, float], expected: list[float]) -> None:
+    seen = torch.tensor([[True, True, False, True]])
+    out = log_distribution(torch.tensor([[4.0, -2.0, 1.0, 0.0]]), how(**settings), seen=seen)
+    torch.testing.assert_close(out, torch.tensor([expected]).log_softmax(-1))
+
+
+@pytest.mark.parametrize(
     ("settings", "expected"),  # of tokens that the completion holds 0, 1, 3 and 0 times
     [
         ({"presence_penalty": 0.5}, [4.0, -2.5, 0.5, 0.0]),
@@ -132,6 +152,17 @@ def test_forbidden_tokens_by_hand(settings: dict[str, float]) -> None:
     expected = torch.tensor([[0, 0, 0.5, 0.5], [0.5, 0.25, 0.125, 0.125], [0, 0.5, 0.25, 0.25]])
     torch.testing.assert_close(out.exp(), expected)
     assert torch.equal(out.isinf(), expected == 0)
+
+
+def test_filters_ignore_forbidden_tokens() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    out = log_distribution(logits, how(top_k=1), forbidden=torch.tensor([[0]]))
+    assert out.exp().tolist() == [[0, 1, 0, 0]]
+    # of 1/2, 1/4, 1/4
+    out = log_distribution(logits, how(top_p=0.49), forbidden=torch.tensor([[0]]))
+    assert out.exp().tolist() == [[0, 1, 0, 0]]
+    out = log_distribution(logits, how(min_p=0.6), forbidden=torch.tensor([[0]]))
+    assert out.exp().tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(("penalty", "temperature"), [(1.3, 0.7), (0.8, 0.0)])

@@ -16,7 +16,7 @@ from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from grpo_cli.rewards import reward, shipped
 from grpo_cli.rewards.exact_match import exact_match
-from grpo_cli.scoring.registry import Signature, TrainerState, resolve
+from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.scoring.step_rewards import token_of_character
@@ -148,6 +148,11 @@ def test_a_function_of_a_module_in_the_working_directory(
     assert resolve("my_grpo_rewards.short:brief")([""]) == [1.0]
     with pytest.raises(UserError, match=r"reward\.r\.function = .* 'breif'\. Did you mean brief"):
         resolve("my_grpo_rewards.short:breif", "reward.r.function")
+
+
+def test_unknown_names() -> None:
+    assert "exact_match" in known()
+    user_error(r"reward\.r\.function: .* 'exact_mach'.* mean exact_match", r=Reward("exact_mach"))
 
 
 # Signatures.
@@ -439,6 +444,22 @@ def test_the_token_of_a_character_is_the_first_that_completes_it(text: str, merg
             tokenizer.decode(ids[: t + 1]).startswith(text[: position + 1]) for t in range(len(ids))
         ]
         assert token_of_character(ids, position, tokenizer) == written.index(True), position
+
+
+def test_special_tokens_write_no_character(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = [*encoded("a", tokenizer), 2, 0, *encoded("b", tokenizer), 2]
+    assert token_of_character(ids, 0, tokenizer) == 0
+    assert token_of_character(ids, 1, tokenizer) == 3
+
+
+def test_the_last_character_of_a_completion_cut_off_within_one(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = encoded("a中", tokenizer)[:-1]
+    text = tokenizer.decode(ids)
+    assert text == "a\ufffd", "what a reward function is shown"
+    assert token_of_character(ids, 0, tokenizer) == 0
+    assert token_of_character(ids, 1, tokenizer) in (1, 2)
 
 
 def test_weights_apply_to_steps_and_outcomes_leave_them_out() -> None:
