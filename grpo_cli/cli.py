@@ -16,10 +16,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -241,12 +242,13 @@ def train(argv: list[str]) -> list[Path]:
     Returns:
         The folder of each run; several with -m.
     """
-    runs: list[Path] = []
+    runs: dict[Path, list[str]] = {}
 
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
-        runs.append(Path(cfg.output_dir).expanduser().absolute())
+        folder = Path(cfg.output_dir).expanduser().absolute()
+        runs[folder] = HydraConfig.get().overrides.task
         recipe = prepare.resolved(prepare.parse(cfg, given_keys(cfg)))
         if message := prepare.finished(recipe):
             if os.environ.get("RANK", "0") == "0":
@@ -273,19 +275,21 @@ def train(argv: list[str]) -> list[Path]:
     compose_and_call(with_recipe_of_run(argv), task)
     if len(runs) > 1 and os.environ.get("RANK", "0") == "0":
         print_runs(runs)
-    return runs
+    return [*runs]
 
 
-def print_runs(runs: Sequence[Path]) -> None:
-    """Prints a table of runs with their accuracy before and after."""
+def print_runs(runs: Mapping[Path, Sequence[str]]) -> None:
+    """Prints a table of runs with the words in which they differ, and accuracy before and after."""
     from rich.console import Console  # late: slow
     from rich.table import Table
 
-    table = Table("run", "before", "after")
-    for folder in runs:
+    table = Table("run", "differs in", "before", "after")
+    common = set.intersection(*map(set, runs.values()))
+    for folder, words in runs.items():
         found = read_json(folder / "summary.json")
         ends = (str((found[end] or {}).get("accuracy", "-")) for end in ("before", "after"))
-        table.add_row(paths.shown(folder), *ends)
+        differing = " ".join(word for word in words if word not in common)
+        table.add_row(paths.shown(folder), differing, *ends)
     Console().print(table)
 
 

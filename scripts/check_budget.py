@@ -61,11 +61,10 @@ def measured() -> dict[str, int]:
 
 def knobs() -> dict[str, int]:
     """Counts the leaves of a recipe, and those with the fields of named entries such as rewards."""
-    from grpo_cli.config import schema
+    from grpo_cli.config.keys import ENTRIES, KNOBS
 
-    names = [name for name, _ in schema.knobs()]
-    leaves = sum(not any(other.startswith(f"{name}.") for other in names) for name in names)
-    fields = sum(len(dataclasses.fields(entry)) for entry in schema.ENTRIES.values())
+    leaves = sum(not any(other.startswith(f"{name}.") for other in KNOBS) for name in KNOBS)
+    fields = sum(len(dataclasses.fields(entry)) for entry in ENTRIES.values())
     return {"knobs": leaves, "knobs with entries": leaves + fields}
 
 

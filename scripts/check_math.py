@@ -65,10 +65,9 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder with gsm8k/, math/, cmath/ and mgsm_zh/")
     parser.add_argument("--fuzz", type=int, default=100_000, help="texts to generate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=None, help="of each file, to try the script")
     args = parser.parse_args()
     pool = Pool(WORKERS, preload=["grpo_cli.rewards.math", "math_verify"])
-    rows = {name: read(args.data, files, args.rows) for name, files in SETS.items()}
+    rows = {name: read(args.data, files) for name, files in SETS.items()}
     for name in ("GSM8K", "MATH"):
         solutions, answers = ([row[key] for row in rows[name]] for key in ("solution", "answer"))
         check(f"{name}, gold solutions", solutions, answers, pool)
@@ -80,12 +79,12 @@ def main() -> None:
     pool.close()
 
 
-def read(folder: Path, files: Sequence[str], limit: int | None) -> list[dict[str, Any]]:
+def read(folder: Path, files: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(folder / file, "rt", encoding="utf-8") as lines:
-            rows += [json.loads(line) for line in lines][:limit]
+            rows += [json.loads(line) for line in lines]
     return rows
 
 
@@ -96,7 +95,6 @@ def verdicts(pairs: Sequence[tuple[str, str]], pool: Pool) -> list[CallResult]:
 
 
 def value_of(done: CallResult) -> float | None:
-    """The value; None where the deadline was over."""
     assert done.error is None or done.timed_out, done.error
     return None if done.timed_out else float(done.values[0])
 
@@ -118,8 +116,7 @@ def check(title: str, completions: Sequence[str], answers: Sequence[str], pool: 
                 surprises.append(f"{name} {value} {text[-60:]!r} gold {gold!r}")
     print(", ".join([*said, f"{time.monotonic() - began:.0f} s"]))
     more = [f"and {len(surprises) - PRINTED} more"] if len(surprises) > PRINTED else []
-    for line in surprises[:PRINTED] + more:
-        print(f"    {line}", flush=True)
+    print(*(f"    {line}" for line in surprises[:PRINTED] + more), sep="\n", flush=True)
 
 
 GOLDS = ("6", "1,080", r"\frac{3}{4}", "x=5", r"x \in [-2,7]", r"\text{Evelyn}", r"\sqrt{2}", "18%")

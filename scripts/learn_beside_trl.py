@@ -161,26 +161,20 @@ def main() -> None:
         return
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
 
-    failed: list[str] = []
-
-    def run(of: tuple[str, int, str]) -> None:
-        loss, seed, side = of
-        name = f"{loss}-{side}-{seed}"
-        if (args.out / f"{name}.json").exists():
-            return
-        chosen = f"--losses {loss} --sides {side} --seeds {seed} --here --steps {args.steps}"
-        command = [sys.executable, __file__, str(args.out), *chosen.split()]
-        command += ["--precision", args.precision, "--model", args.model]
-        with (args.out / f"{name}.log").open("w") as log:
-            if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
-                failed.append(f"{name}.log")
+    def run(job: tuple[str, int, str]) -> None:
+        loss, seed, side = job
+        if not (args.out / f"{loss}-{side}-{seed}.json").exists():
+            chosen = f"--losses {loss} --sides {side} --seeds {seed} --here --steps {args.steps}"
+            command = [sys.executable, __file__, str(args.out), *chosen.split()]
+            command += ["--precision", args.precision, "--model", args.model]
+            with (args.out / f"{loss}-{side}-{seed}.log").open("w") as log:
+                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
 
     jobs = [(loss, n, side) for loss in args.losses for n in args.seeds for side in args.sides]
     with ThreadPoolExecutor(args.runs) as pool:
-        list(pool.map(run, jobs))
+        done = pool.map(run, jobs)
     print(table(args.out, args.losses, args.sides))
-    if failed:
-        sys.exit(f"these runs failed: {' '.join(failed)}")
+    list(done)  # raises if a run failed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables in docs/: knobs, memory, model families, and the names of other trainers."""
+"""Writes the parts of docs/ that follow from the code: tables and a picture."""
 
 import dataclasses
 import re
@@ -7,13 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import grimp
+import networkx
 import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_cli.algorithm import arguments  # noqa: E402
-from grpo_cli.config import knob, renamed, schema  # noqa: E402
+from grpo_cli.config import knob, renamed  # noqa: E402
+from grpo_cli.config.keys import ENTRIES, KNOBS  # noqa: E402
+from grpo_cli.config.recipe import Recipe  # noqa: E402
 from grpo_cli.planning.devices import Device  # noqa: E402
 from grpo_cli.planning.memory import Job, Lengths  # noqa: E402
 from grpo_cli.planning.plan import predict, with_values  # noqa: E402
@@ -22,11 +26,7 @@ from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
 # Mappings whose names are the user's own, or a knob's.
-MAPPINGS = {
-    "reward": ("reward.NAME", schema.Reward),
-    "schedules": ("schedules.KEY", schema.Schedule),
-    "callbacks": ("callbacks.NAME", schema.Callback),
-}
+MAPPINGS = {"reward": "NAME", "schedules": "KEY", "callbacks": "NAME"}
 
 
 def qwen(layers: int, hidden: int, heads: int, kv: int, width: int, **own: Any) -> Any:
@@ -121,7 +121,7 @@ def cluster_table() -> str:
 def peak(config: Any, values: Mapping[str, Any], gpus: int, lengths: Lengths) -> float:
     """Returns the peak memory of a GPU with 80 GB in GB."""
     base = {"mixed_precision": "bf16", "model.gradient_checkpointing": True}
-    recipe = with_values(schema.Recipe(), {**base, **values})
+    recipe = with_values(Recipe(), {**base, **values})
     device = Device("80 GB", 80e9)
     return predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths)).peak / 1e9
 
@@ -190,7 +190,7 @@ def knob_lists() -> str:
         lines = [
             line(prefix + f.name, f)
             for f in dataclasses.fields(kind)
-            if section_of(f) is None or f.default is None  # a section that may be null has a value
+            if not f.metadata["kind"] or f.default is None  # a section that may be null has a value
         ]
         heading = f"## {name or 'The run'}\n\n{(kind.__doc__ or '').splitlines()[0]}\n\n"
         parts.append(heading + "".join(lines))
@@ -199,18 +199,12 @@ def knob_lists() -> str:
 
 def sections() -> Iterator[tuple[str, Any]]:
     """(key, dataclass) of each section; of a mapping, one key that stands for every entry."""
-    yield "", schema.Recipe
-    for key, field in schema.knobs():
-        if section_of(field) is not None:
-            yield key, section_of(field)
+    yield "", Recipe
+    for key, field in KNOBS.items():
+        if field.metadata["kind"]:
+            yield key, field.metadata["kind"]
         elif key in MAPPINGS:
-            yield MAPPINGS[key]
-
-
-def section_of(field: Field) -> Any:
-    """The dataclass that a field holds, or None."""
-    kind = getattr(schema, str(field.type).removesuffix(" | None"), None)
-    return kind if dataclasses.is_dataclass(kind) else None
+            yield f"{key}.{MAPPINGS[key]}", ENTRIES[key]
 
 
 def line(key: str, field: Field) -> str:
@@ -227,7 +221,22 @@ def line(key: str, field: Field) -> str:
     return text + (f" Read by {', '.join(readers)}." if readers else "") + "\n"
 
 
+def layers() -> str:
+    """Returns a picture of the packages: an arrow per import that no other arrows imply."""
+    graph = grimp.build_graph("grpo_cli", exclude_type_checking_imports=True)
+    packages = {f"grpo_cli.{path.stem}": path.stem for path in (ROOT / "grpo_cli").iterdir()}
+    arrows = networkx.DiGraph()
+    for importer in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(importer):
+            pair = [packages.get(".".join(m.split(".")[:2])) for m in (importer, imported)]
+            if all(pair) and pair[0] != pair[1] and not imported.endswith(".settings"):
+                arrows.add_edge(*pair)
+    lines = sorted(f"    {a} --> {b}" for a, b in networkx.transitive_reduction(arrows).edges)
+    return "\n".join(["```mermaid", "flowchart TD", *lines, "```", ""])
+
+
 TABLES = {
+    "architecture.md": layers,
     "knobs.md": knob_lists,
     "memory.md": memory_tables,
     "models.md": family_table,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.config.compose import compose_and_call, given_keys
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.training import prepare
 
 

@@ -27,11 +27,13 @@ import torch
 from hydra._internal.hydra import Hydra
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build, Loss, Scoring
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.models import tiny
+from grpo_cli.models.settings import Build
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.scoring.calls import RewardExecutor
+from grpo_cli.scoring.settings import Scoring
 from tests.tiers import pytest_runtest_call  # noqa: F401
 
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Recipe, Reward
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm import gloo_wire, server_key
@@ -33,6 +33,7 @@ from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weights import WeightInfo, buckets, unflattened
 from grpo_cli.records import Prompt
+from grpo_cli.scoring.settings import Reward
 
 EOS = 2
 GENERATE = "/inference/v1/generate"

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from grpo_cli.config.schema import Distributed, Loss, Optimizer, Recipe
+from grpo_cli.algorithm.settings import Loss
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.fsdp import full_tensor
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.models import tiny
 from grpo_cli.models.loading import frozen_copy
@@ -30,11 +32,12 @@ from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.routers import RouterRecorder
+from grpo_cli.models.settings import Optimizer
 from grpo_cli.records import Group, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import loop
+from grpo_cli.training.run import StepBatch
 from grpo_cli.training.step import Step
-from grpo_cli.training.step_progress import StepBatch
 from tests.conftest import BUILD, make_group, make_loss, make_rollout
 from tests.models.families import BY_NAME
 from tests.models.test_architectures import make

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import torch
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.models.loading import LoadedModel
 from grpo_cli.models.memory import MicroBatchBudget
-from grpo_cli.models.policy import LoadedModel, Policy
+from grpo_cli.models.policy import Policy
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.training.run import Run
@@ -29,7 +30,7 @@ def partial_run(
     never = cast(Any, SimpleNamespace(is_requested=False))
     interrupts = Interrupts(workers, never, lambda usual: 0.0, save_seconds=0.0)
     absent = cast(Any, dict.fromkeys(
-        ("folder", "lock", "generator", "scorer", "evaluator", "reporter", "checkpointer", "pusher")
+        ("folder", "lock", "generator", "scorer", "reporter", "checkpointer", "pusher")
     ))  # fmt: skip
     return Run(
         recipe=recipe or Recipe(),

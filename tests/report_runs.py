@@ -11,9 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml
-from grpo_cli.config.schema import Recipe, Reward
 from grpo_cli.reporting.reporter import write_parquet
+from grpo_cli.scoring.settings import Reward
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
 ALARM = {

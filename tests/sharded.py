@@ -27,20 +27,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import (
-    Adapter,
-    Distributed,
-    EnvironmentSettings,
-    EpisodeSettings,
-    Model,
-    Optimizer,
-    Recipe,
-)
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import fsdp
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
+from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
@@ -57,6 +51,7 @@ from grpo_cli.models import (
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.packing import length
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
+from grpo_cli.models.settings import Adapter, Model, Optimizer
 from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.training import logprob_passes
 from grpo_cli.training.run import Run

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from grpo_cli import cli
-from grpo_cli.config import parsing
 from grpo_cli.config.compose import recipe_files
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.knob import value_at
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import prepare
 from tests import programs
@@ -130,7 +130,7 @@ def test_a_sweep_names_its_jobs_and_leaves_no_file_of_hydra(grpo: Grpo, tmp_path
     none = "~/größe=1.jsonl"  # text that Hydra's grammar lacks
     code, out, _ = grpo("train", "-m", "seed=4,5", "steps=3", "--dataset.train", none)
     assert code == 2
-    assert out == "\njob 0: seed=4; outputs/arithmetic_tiny-0\n"
+    assert re.fullmatch(r"\njob 0: .* seed=4 .*; outputs/arithmetic_tiny-0\n", out), out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
@@ -260,7 +260,7 @@ def test_the_help_of_train_says_what_its_default_recipe_has(
     _, out, _ = grpo("train", "recipe=chat", "--cfg", "job")
     composed, text = yaml.safe_load(out), cli.HELP["train"]
     for key, value in re.findall(r"^  ([a-z_.]+)=([0-9e-]+) ", text, re.MULTILINE):
-        assert parsing.value_at(composed, key) == float(value)
+        assert value_at(composed, key) == float(value)
     assert "loss=dapo" in text
     assert "generation.num_generations=8" in text
 

@@ -20,8 +20,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.config.schema import Build
 from grpo_cli.models import tiny
+from grpo_cli.models.settings import Build
 from scripts import real_model
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -21,11 +21,12 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_cli.config.schema import EnvironmentSettings, EpisodeSettings, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
+from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
@@ -34,6 +35,7 @@ from grpo_cli.models import adapters
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.scoring.settings import Reward
 from tests import programs
 from tests.conftest import as_prompts
 from tests.programs import free_port

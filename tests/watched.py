@@ -95,7 +95,10 @@ def never_returns() -> None:
 
 
 def print_stop(supervisor: Supervisor) -> None:
-    print(f"process {supervisor.rank} was told of {supervisor.stop_signal}", file=supervisor.screen)
+    print(
+        f"process {supervisor.rank} was told of {supervisor.stop_signal}",
+        file=supervisor.log.screen,
+    )
 
 
 def run(supervisor: Supervisor, mode: str, guilty: int) -> None:
@@ -106,11 +109,11 @@ def run(supervisor: Supervisor, mode: str, guilty: int) -> None:
         heartbeat.at("reward")
         if step == 2 and (guilty in (supervisor.rank, -1) or mode == "together"):
             print(f"misdeed {time.time()}", flush=True)
-            (supervisor.logs / "misdeed").write_text(str(time.time()))
+            (supervisor.log.folder / "misdeed").write_text(str(time.time()))
             until_known(supervisor)
             misbehave(mode, supervisor)
         if ready is not None and step == 2:
-            (supervisor.logs / f"ready-{supervisor.rank}").write_text(str(os.getpid()))
+            (supervisor.log.folder / f"ready-{supervisor.rank}").write_text(str(os.getpid()))
             while supervisor.stop_signal is None and not ready.exists():
                 heartbeat.beat()
                 time.sleep(0.05)
@@ -134,7 +137,7 @@ def main() -> int:
     mode, folder, stall, guilty = sys.argv[1:5]
     dist.init_process_group("gloo")
     supervisor = Supervisor(dist.get_rank(), dist.get_world_size(), Path(folder), float(stall) / 60)
-    supervisor.log_to_file()
+    supervisor.log.redirect()
 
     def stop(number: int, frame: FrameType | None) -> None:
         supervisor.send_stop(number)
@@ -146,7 +149,7 @@ def main() -> int:
         run(supervisor, mode, int(guilty))
         if mode == "early" and supervisor.rank != int(guilty):
             time.sleep(4)
-        print("done", file=supervisor.screen)
+        print("done", file=supervisor.log.screen)
     except BaseException as error:
         supervisor.report(error)
         supervisor.leave(1)

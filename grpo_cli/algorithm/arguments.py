@@ -21,10 +21,10 @@ from grpo_cli.algorithm.variants import (
     parameters,
     traits_of,
 )
-from grpo_cli.config.knob import as_written, scheduled_violation, violation
-from grpo_cli.config.parsing import unread, value_at
+from grpo_cli.config.knob import as_written, scheduled_violation, value_at, violation
+from grpo_cli.config.parsing import unread
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError, listed, nearest
 
 TENSORS = {  # inputs that a function may name

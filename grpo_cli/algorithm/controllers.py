@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_cli.config.schema import Loss
+from grpo_cli.algorithm.settings import Loss
 
 KL_GAIN = 0.1  # Ziegler et al.: β changes by at most a fifth of this per step
 ENTROPY_COEF_STEP, ENTROPY_COEF_MAX = 0.005, 1.0  # Skywork-OR1's step

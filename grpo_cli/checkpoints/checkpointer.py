@@ -21,7 +21,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -39,41 +39,30 @@ from grpo_cli.checkpoints.manifest import Entry
 from grpo_cli.checkpoints.model_folder import Processing
 from grpo_cli.checkpoints.paths import (
     KEPT,
+    PARTIAL,
     REPLACED,
+    STATE,
     TRAINING,
-    checkpoint_path,
-    has_training_state,
-    is_interrupted,
-    is_model,
-    kept_path,
-    recover,
     remove,
-    resumable,
-    step_of,
-    steps_kept,
-    steps_saved,
 )
+from grpo_cli.checkpoints.retention import being_written, keep_model_only, make_room, remove_torn
 from grpo_cli.checkpoints.shards import Parts, Piece, Shards
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import listed
 from grpo_cli.models import adapters
 
-PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
-STATE = f"{TRAINING}/state.pt"
 CONTENTS = f"{TRAINING}/contents.json"
 WRITE_TIMEOUT = timedelta(minutes=30)  # for the slowest process while a checkpoint is written
 
 T = TypeVar("T")
 
-_being_written: set[Path] = set()
 _groups: list[Any] = []  # kept until the process ends, like `workers._groups`
 
 
 def is_being_written() -> bool:
     """Returns whether this process is writing a checkpoint or about to write one."""
-    return bool(_being_written)
+    return bool(being_written)
 
 
 class _Failed(Exception):  # noqa: N818 - reported, not raised further
@@ -110,13 +99,14 @@ class _Job:
 class Checkpointer:
     """Writes a run's checkpoints, one at a time. Its methods are collective."""
 
-    def __init__(self, workers: Workers, say: Callable[[str], None]) -> None:
+    def __init__(self, workers: Workers, say: Callable[[str], None], contents: bytes = b"") -> None:
         """Creates a process group for saving, so that its collectives never mix with training's.
 
         Args:
             say: prints a line for the user; also called from the writing thread.
+            contents: contents.json, the hashes of the run's inputs; b"": none.
         """
-        self.workers, self.say = workers, say
+        self.workers, self.say, self.contents = workers, say, contents
         self.error: str | None = None  # error of the newest checkpoint
         self.best: int | None = None  # newest best step that has a checkpoint
         self.staging = shards.Staging()
@@ -139,7 +129,6 @@ class Checkpointer:
         with_model: bool,
         resumable: bool = True,
         card: str = "",
-        contents: bytes = b"",
         outdated: Callable[[], list[Path]] = list,
         done: Callable[[], None] = lambda: None,
     ) -> None:
@@ -153,7 +142,6 @@ class Checkpointer:
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
             resumable: keep what resuming needs; else the model folder stands alone.
-            contents: contents.json, the hashes of the run's inputs; b"": none.
             card: the model card, which becomes README.md of the model folder; "": none.
             outdated: returns the checkpoints to be removed after this one is written; on a full
                 disk the oldest are removed before.
@@ -161,7 +149,7 @@ class Checkpointer:
         """
         self.wait()
         job = _Job(path, with_model, resumable, outdated, done, parts.model)
-        _being_written.add(job.partial)
+        being_written.add(job.partial)
         with heartbeat.inside("checkpoint"):
             try:
                 tensors = parts.tensors()
@@ -178,8 +166,8 @@ class Checkpointer:
                     job.small[f"{TRAINING}/recipe.yaml"] = recipe_yaml.encode()
                     if card:
                         job.small[prefix + manifest.CARD] = card.encode()
-                    if contents:
-                        job.small[CONTENTS] = contents
+                    if self.contents:
+                        job.small[CONTENTS] = self.contents
             except Exception as error:
                 job.error = error
         self.began = time.monotonic()
@@ -240,7 +228,7 @@ class Checkpointer:
             if self.workers.is_main:
                 self.say(f"{self.error}; the run continues")
         finally:
-            _being_written.discard(job.partial)
+            being_written.discard(job.partial)
 
     def write_and_name(self, job: _Job, needed: list[int]) -> None:
         """Runs the steps of a save, each on all processes before the next step begins."""
@@ -500,126 +488,3 @@ def load_state(path: Path) -> dict[str, Any]:
     """Loads a checkpoint's training state on the CPU."""
     state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
     return state
-
-
-def remove_torn(checkpoints: Path) -> None:
-    """Removes the incomplete checkpoints of interrupted saves."""
-    for torn in checkpoints.glob(f"*{PARTIAL}"):
-        if torn not in _being_written:
-            shutil.rmtree(torn, ignore_errors=True)
-
-
-def make_room(path: Path, needed: int, outdated: list[Path], say: Callable[[str], None]) -> None:
-    """Removes outdated checkpoints, oldest first, if that makes `path` fit on the disk.
-
-    Keeps the newest complete one, since the present save may fail.
-
-    Args:
-        needed: bytes that `path` needs.
-    """
-    free, gone = manifest.free_bytes(path.parent), []
-    others = (p for p in resumable(path.parent.parent) if p != path)
-    stays = next((p for p in others if manifest.listed(p)[1] is None), None)
-    for old in outdated if stays is not None else ():
-        if free < needed and old != stays:
-            own = [] if old.is_symlink() else old.rglob("*")  # nothing behind a link is removed
-            free += sum(file.stat().st_blocks * 512 for file in own)
-            gone.append(old)
-    if not gone or free < needed:
-        return
-    for old in gone:
-        remove(old)
-    assert stays is not None, "nothing is removed without it"
-    say(
-        f"checkpoint {path.name} fits on the disk only without {listed(p.name for p in gone)}: "
-        f"removed before it is written; {stays.name} stays"
-    )
-
-
-def outdated(
-    folder: Path,
-    keep_last: int,
-    best: int | None,
-    newest: Path | None = None,
-    in_use: Collection[Path] = (),
-) -> list[Path]:
-    """Returns a run's checkpoints except the newest `keep_last` and the best, oldest first.
-
-    Args:
-        newest: counts among the newest, even if it is not yet written.
-        in_use: checkpoints that are kept for now, because they are being read.
-    """
-    steps = set(steps_saved(folder))
-    if newest is not None and not is_interrupted(newest):
-        steps.add(step_of(newest))
-    found = [checkpoint_path(folder, s) for s in sorted(steps)[:-keep_last] if s != best]
-    return [path for path in found if path != newest and path not in in_use]
-
-
-def keep_model_only(path: Path) -> None:
-    """Deletes what resuming needs from a checkpoint with a model folder."""
-    files, gone = manifest.read(path), (STATE, f"{shards.SHARDS}/")
-    manifest.write(path, {n: entry for n, entry in files.items() if not n.startswith(gone)})
-    (path / STATE).unlink(missing_ok=True)
-    shutil.rmtree(path / shards.SHARDS, ignore_errors=True)
-
-
-def prune(
-    folder: Path,
-    keep_last: int,
-    best: int | None,
-    newest: Path | None = None,
-    in_use: Collection[Path] = (),
-) -> None:
-    """Removes the `outdated` checkpoints of a run, and all but the model of a best one among them.
-
-    Args:
-        newest: the checkpoint just written. One of an interrupted step is removed once there is
-            another.
-    """
-    recover(folder)
-    remove_torn(folder / "checkpoints")
-    for path in outdated(folder, keep_last, best, newest, in_use):
-        remove(path)
-    for path in outdated(folder, keep_last, None, newest, in_use):  # the best one
-        if is_model(path) and has_training_state(path):
-            with contextlib.suppress(OSError, manifest.Damaged):  # then it keeps what it has
-                keep_model_only(path)
-    for path in resumable(folder):
-        if is_interrupted(path) and newest not in (None, path):
-            remove(path)
-
-
-def discard_kept(folder: Path, after: int) -> None:
-    """Removes steps kept for `grpo replay` that are incomplete or that the run repeats.
-
-    Args:
-        after: last step to keep, counted from 1.
-    """
-    remove_torn(folder / KEPT)
-    for step in steps_kept(folder):
-        if step > after:
-            remove(kept_path(folder, step))
-
-
-def set_aside(folder: Path, path: Path, after: int) -> list[str]:
-    """Renames the checkpoints of a run after `path`, so that resume=auto ignores them.
-
-    Args:
-        path: the checkpoint from which the run resumes.
-        after: number of steps of that checkpoint.
-
-    Returns:
-        The names of the renamed checkpoints.
-    """
-    resumed = (after, is_interrupted(path))
-    # Including damaged ones, which must not count as the newest during pruning.
-    paths = [checkpoint_path(folder, step) for step in steps_saved(folder)]
-    paths += [p for p in resumable(folder) if is_interrupted(p)]
-    later = [p for p in paths if (step_of(p), is_interrupted(p)) > resumed]
-    for beyond in later:
-        old = beyond.with_name(beyond.name + ".old")
-        with contextlib.suppress(OSError):
-            remove(old)
-        beyond.rename(old)
-    return [p.name for p in later]

@@ -33,6 +33,8 @@ from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.errors import UserError
 
 TRAINING = "training"
+STATE = f"{TRAINING}/state.pt"
+PARTIAL = ".tmp"  # suffix of a checkpoint that is being written
 RUN_ID = ".run_id"
 
 # The files that `overwrite=true` removes.
@@ -145,7 +147,7 @@ def has_shards(path: Path) -> bool:
 
 def has_training_state(path: Path) -> bool:
     """Returns whether a run can resume from this checkpoint."""
-    return (path / TRAINING / "state.pt").is_file()
+    return (path / STATE).is_file()
 
 
 def holds_run(folder: Path) -> bool:

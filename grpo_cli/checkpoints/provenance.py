@@ -28,10 +28,12 @@ from grpo_cli.config import sources
 from grpo_cli.config.cache import cache_dir
 from grpo_cli.config.compose import is_stored
 from grpo_cli.config.interpolation import leaves
+from grpo_cli.config.keys import ENTRIES
 from grpo_cli.config.knob import as_written
-from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import open_file, read_json
 from grpo_cli.rewards import shipped_name
 

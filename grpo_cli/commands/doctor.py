@@ -41,7 +41,7 @@ from grpo_cli.config.compose import (
     recipe_files,
 )
 from grpo_cli.config.interpolation import SECRET, publishable
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
 from grpo_cli.errors import TrainingError, UserError, nearest
 
@@ -320,13 +320,13 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
     from grpo_cli.models import optimizers
     from grpo_cli.reporting import tracking
     from grpo_cli.scoring import registry
-    from grpo_cli.training import callback_loading, prepare
+    from grpo_cli.training import callbacks, prepare
 
     checks: dict[str, Callable[[], object]] = {
         "generation": partial(prepare.check_engine, recipe),
         "optimizer": partial(optimizers.check, recipe),
         "tracking": partial(tracking.require, recipe.tracking.backend),
-        "callbacks": partial(callback_loading.load, recipe.callbacks),
+        "callbacks": partial(callbacks.load, recipe.callbacks),
         "model.path": lambda: prepare.check_model_path(prepare.with_model_of_run(recipe)),
         "adapter": partial(prepare.check_adapter, recipe),
     }

@@ -25,12 +25,12 @@ from grpo_cli.config.compose import (
     split_options,
 )
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Eval, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import file_format
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
-from grpo_cli.evaluation.settings import (
+from grpo_cli.evaluation.knobs import (
     check_read,
     check_read_of_completions,
     check_rows,
@@ -38,6 +38,7 @@ from grpo_cli.evaluation.settings import (
     without_training,
     without_unread_data,
 )
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.files import read_yaml
 
 USAGE = """\

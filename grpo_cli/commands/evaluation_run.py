@@ -11,14 +11,15 @@ from typing import Any
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.checkpoints.lookup import file_hash, model_hash
-from grpo_cli.config.schema import Eval, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks, stored_completions, tables
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.evaluation.journal import FOLDER, Journal
-from grpo_cli.evaluation.settings import hash_of
+from grpo_cli.evaluation.knobs import hash_of
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.tasks import Task, TaskResult, of_stored
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models import loading
@@ -26,7 +27,7 @@ from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
-from grpo_cli.training import build
+from grpo_cli.training import inputs
 from grpo_cli.training.prepare import Prepared, check_writable
 
 
@@ -56,13 +57,13 @@ def _evaluate_model(
     recipe = prepared.recipe
     reporter = Reporter(recipe, prepared.folder, workers.is_main)
     with workers.raise_together():
-        loaded = build.load_policy(prepared, workers, reporter)
-        tasks = build.make_tasks(prepared, loaded, reporter.say)
+        loaded = inputs.load_policy(prepared, workers, reporter)
+        tasks = inputs.make_tasks(prepared, loaded, reporter.say)
     prompts = [prompt for task in tasks for prompt in task.prompts]
     loading.check_embeddings(loaded.model, path, prompts)
     model, tokenizer = workers.place(loaded.model), loaded.tokenizer
-    episodes = build.make_episodes(prepared, loaded, reporter.say)
-    prompts = [*build.with_room_for_observations(recipe, model, prompts)]
+    episodes = inputs.make_episodes(prepared, loaded, reporter.say)
+    prompts = [*inputs.with_room_for_observations(recipe, model, prompts)]
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
     evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, episodes)
     without_votes = [task.label for task in tasks if not task.has_votes]

@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from grpo_cli.config import origins, parsing
 from grpo_cli.config.compose import compose_and_call, split_options, split_recipe
 from grpo_cli.config.interpolation import masked
+from grpo_cli.config.keys import KNOBS, entry_field
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.origins import NOTHING, Composition
 from grpo_cli.config.saved_recipe import flat
-from grpo_cli.config.schema import entry_field, knobs
 from grpo_cli.config.words import expected
 from grpo_cli.errors import UserError
 
@@ -60,7 +60,7 @@ def one(values: dict[str, Any], composition: Composition, key: str) -> Iterator[
         UserError: there is no such key.
     """
     entry = entry_field(key)
-    field = entry[0] if entry is not None and not entry[1] else dict(knobs()).get(key)
+    field = entry[0] if entry is not None and not entry[1] else KNOBS.get(key)
     if field is None and key not in values:
         raise UserError(parsing.no_such_key(key))
     yield f"{key} = {written(values.get(key, {}))}\n"

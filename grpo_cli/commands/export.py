@@ -22,12 +22,12 @@ from grpo_cli.checkpoints import checkpointer, lookup, manifest, model_folder, p
 from grpo_cli.checkpoints.shards import Shards
 from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Model
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.files import read_yaml
 from grpo_cli.models import adapters, loading
+from grpo_cli.models.settings import Model
 
 USAGE = """\
 grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge] [--quantization=NAME]

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 
 from grpo_cli.config.compose import compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Hub, Tracking
 from grpo_cli.config.words import check_recipe_words, described, parse, recipe_key, split
 from grpo_cli.errors import UserError
+from grpo_cli.reporting.settings import Hub, Tracking
 
 USAGE = """\
 grpo probe [FILE | recipe=NAME] [key=value ...]

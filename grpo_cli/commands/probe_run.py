@@ -20,7 +20,7 @@ from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
 from grpo_cli.reporting.status import write_text
 from grpo_cli.scoring.registry import TrainerState
-from grpo_cli.training import build
+from grpo_cli.training import inputs
 from grpo_cli.training.prepare import Prepared
 
 LEAST_SAMPLES, MOST_SAMPLES = 16, 64  # per prompt, unless a number is given
@@ -63,15 +63,15 @@ def measured(
     """Loads the model, and probes it with `number` prompts."""
     say, scorer = reporter.say, prepared.scorer
     with workers.raise_together():
-        loaded = build.load_policy(prepared, workers, reporter)
+        loaded = inputs.load_policy(prepared, workers, reporter)
     model, tokenizer = loaded.model, loaded.tokenizer
-    stream = build.make_stream(prepared, loaded, say)
+    stream = inputs.make_stream(prepared, loaded, say)
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(prepared.recipe, len(prompts))
-    prompts += build.longest_unknown(recipe, prompts)
+    prompts += inputs.longest_unknown(recipe, prompts)
     logprobs = make_logprobs(workers.place(model), recipe, workers, say)
-    build.check_fits(recipe, model, prompts)
-    episodes = build.make_episodes(prepared, loaded, say)
+    inputs.check_fits(recipe, model, prompts)
+    episodes = inputs.make_episodes(prepared, loaded, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
     for line in scorer.descriptions:
         say(line)

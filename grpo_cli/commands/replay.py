@@ -80,20 +80,18 @@ def main(argv: list[str]) -> None:
         check_recipe(kept)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("grpo replay: runs in one process; start it without torchrun.")
-    from grpo_cli.training import loop, replayed_run
-    from grpo_cli.training.rollouts.credit import assign_advantages
-    from grpo_cli.training.step import begin
+    from grpo_cli.training import kept_steps
 
     with off_import_path(not trust):
-        live, processes = replayed_run.restore(run.path, kept, settings.device, trust)
-        step = begin(live)
-        assert step.batch is not None, "a kept step has its rollouts"
-        step_stats = loop.fill_logprobs(live, step, step.batch)
-        assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
-        metrics = loop.update_policy(live, step)
-    checks, device = compared(recorded, metrics, settings.tolerance), str(live.workers.device)
+        again = kept_steps.recompute(run.path, kept, settings.device, trust)
+    checks, device = compared(recorded, again.metrics, settings.tolerance), again.device
     if settings.json:
-        data = {"run": str(run.path), "step": number, "device": device, "processes": processes}
+        data = {
+            "run": str(run.path),
+            "step": number,
+            "device": device,
+            "processes": again.processes,
+        }
         print(json.dumps(data | {"checks": checks}))
     else:
         print(f"{run.path}, step {number}, on {device}", *map(line_of, checks), sep="\n")

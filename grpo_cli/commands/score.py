@@ -21,7 +21,7 @@ from grpo_cli import data
 from grpo_cli.config import parsing
 from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.data import images, stored_completions
 from grpo_cli.data.conversations import text_of
@@ -31,7 +31,7 @@ from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
 from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession
-from grpo_cli.training.prepare import MADE_UP
+from grpo_cli.training.scorers import MADE_UP
 
 CHUNK = 256  # completions between two updates of the progress bar
 CHUNKS_AHEAD = 4

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from grpo_cli.checkpoints import lookup
 from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import compose_and_call, given_keys, split_options
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import (
     RECIPE_KEYS,
     check_recipe_words,
@@ -28,6 +28,7 @@ from grpo_cli.config.words import (
 )
 from grpo_cli.errors import Stopped, TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
+from grpo_cli.generation.vllm.checks import REFUSED_ANYWHERE
 from grpo_cli.generation.vllm.launch import (
     POLL_SECONDS,
     ServerPlan,
@@ -40,7 +41,6 @@ from grpo_cli.generation.vllm.launch import (
     wait_until_ready,
 )
 from grpo_cli.generation.vllm.server_log import failure
-from grpo_cli.generation.vllm.settings import REFUSED_ANYWHERE
 
 # Arguments of vLLM that are refused: why, or what to write instead.
 REFUSED = {
@@ -165,8 +165,8 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         )  # fmt: skip
         dtype, rank = recipe.arithmetic_dtype, settings.max_lora_rank
         if rank is None and recipe.adapter.sync == "adapter":
-            prepare.check_adapter(recipe)
-            rank = lora.largest_rank(prepare.adapter_config(recipe))
+            config = prepare.check_adapter(recipe)
+            rank = None if config is None else lora.largest_rank(config)
         plan = dataclasses.replace(plan, max_lora_rank=rank)
         if transfer == "auto":
             transfer = recipe.generation.vllm.transfer
@@ -209,12 +209,12 @@ def build_model(recipe: Recipe) -> Path:
     from rich.console import Console
 
     from grpo_cli.environments.factory import open_sessions
-    from grpo_cli.training import build, prepare
+    from grpo_cli.training import inputs, prepare
 
     train, _ = prepare.train_rows_of(recipe)
     sessions = open_sessions(recipe, prepare.parts_of(train, {}))
     try:
-        return build.build_model(recipe, train, sessions, Console())
+        return inputs.build_model(recipe, train, sessions, Console())
     finally:
         if sessions is not None:
             sessions.close()

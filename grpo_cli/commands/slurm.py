@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from grpo_cli.config.compose import compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import check_recipe_words, described, parse, split
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.files import read_text

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,34 @@ from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal, e
 from grpo_cli.distributed.supervisor import CLOSING_SECONDS, SAVING_SECONDS, Supervisor
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.evaluation.evaluator import Evaluator
+from grpo_cli.records import Prompt
+from grpo_cli.reporting.alarms import Alarms
+from grpo_cli.reporting.report.page import Report
+from grpo_cli.reporting.tracking import Trackers
 from grpo_cli.training import build, loop
+from grpo_cli.training.evaluation import Evaluation
+from grpo_cli.training.kept_steps import KeptSteps
+from grpo_cli.training.plan import PlanRecord
 from grpo_cli.training.prepare import Prepared
 from grpo_cli.training.run import Run
 
 REQUEUE_FILE = "GRPO_REQUEUE_FILE"  # created by a run that was stopped and can be resumed
+
+
+def features(run: Run, prompts: Sequence[Prompt], evaluator: Evaluator | None) -> Iterator[object]:
+    """Yields the callbacks of `grpo train` that come before the recipe's."""
+    recipe, reporter = run.recipe, run.reporter
+    if recipe.tracking.backend != ["none"]:
+        yield Trackers(recipe.tracking, run.workers, reporter.say)
+    if evaluator is not None:
+        yield Evaluation(run, evaluator)
+    yield Alarms(recipe, reporter.alarmed)  # after the evaluation: it follows these metrics too
+    if recipe.log.keep_steps:
+        yield KeptSteps(run)
+    yield PlanRecord(run, prompts)
+    if recipe.log.report:
+        yield Report(reporter.say)
 
 
 def run_recipe(prepared: Prepared, command: list[str]) -> Run:
@@ -40,7 +63,7 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
     supervisor = Supervisor(
         workers.rank, workers.size, prepared.folder, recipe.distributed.stall_minutes
     )
-    supervisor.log_to_file()
+    supervisor.log.redirect()
     # From the beginning, so that torchrun's SIGTERM ends no process before it has reported.
     stop.send = supervisor.send_stop
     stop.received = lambda: supervisor.stop_signal
@@ -50,7 +73,7 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
     supervisor.is_saving = checkpointer.is_being_written
     live: Run | None = None
     try:
-        live = build.build(prepared, command, workers, stop)
+        live = build.build(prepared, command, workers, stop, features)
         supervisor.on_failure = partial(live.reporter.status.end, "failed")
         with without_long_pauses():
             loop.train(live)

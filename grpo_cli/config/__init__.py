@@ -1,5 +1,6 @@
-"""The recipe: its schema, its composition by Hydra, and its checks.
+"""The recipe: its sections, its composition by Hydra, and its checks.
 
-Start with `schema.py`, which declares every knob, then `compose.py` and `parsing.py`. Imports
-only errors, and the rewards' traits.
+Start with `recipe.py`, which puts the sections together, then `compose.py` and `parsing.py`. A
+section is declared in the `settings.py` of the package that builds from it. Imports only these
+modules, errors, and the rewards' traits.
 """

@@ -28,11 +28,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config import parsing, schema
-from grpo_cli.config.knob import as_written
+from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.config import parsing
+from grpo_cli.config.keys import KNOBS, entry_field
+from grpo_cli.config.knob import as_written, flagged
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import without_dashes
+from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.files import read_yaml, reason
+from grpo_cli.generation.settings import Generation, Vllm
+from grpo_cli.models.settings import Adapter, Build, Model
 
 DEFAULT_RECIPE = "chat"
 RECIPES = "grpo_cli.recipes"  # package of the shipped recipes
@@ -60,12 +67,10 @@ LISTED = ("reward", "benchmark")  # groups that accept several choices together
 # Beginnings of overrides of mappings, in which the user chooses the key names.
 OPEN_KEYS = tuple(
     key + sign
-    for key, f in schema.knobs()
+    for key, f in KNOBS.items()
     for sign in (".=" if key not in LISTED else ".")
     if str(f.type).startswith("dict")
 )
-# Keys of `dataset` that describe the recipe's own rows: they go if others are given.
-OF_ROWS = ("eval", "subset", "train_split", "eval_split", "prompt", "system", "columns")
 # Options that stay options: Hydra's, and the switches of verbs. Any other --NAME is a key.
 OPTIONS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
@@ -161,7 +166,7 @@ def compose_and_call(
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
             cfg.output_dir = f"{cfg.output_dir}-{job.job.num}"
             if os.environ.get("RANK", "0") == "0":
-                print(f"\njob {job.job.num}: {_differing(overrides, job)}; {cfg.output_dir}")
+                print(f"\njob {job.job.num}: {' '.join(job.overrides.task)}; {cfg.output_dir}")
         _replace_rewards(cfg)
         try:
             task(cfg)
@@ -203,17 +208,6 @@ def shipped(name: str) -> dict[str, Any] | None:
     tree: Any = OmegaConf.to_container(cfg)
     tree.pop("hydra", None)
     return {"recipe": name, **{k: v for k, v in tree.items() if k != "recipe"}}
-
-
-def _differing(overrides: Sequence[str], job: Any) -> str:
-    """Returns the overrides of a sweep job whose values differ between jobs."""
-    swept = {
-        override.key_or_group
-        for override in OverridesParser.create().parse_overrides([*overrides])
-        if override.is_sweep_override()
-    }
-    words = [w for w in job.overrides.task if w.lstrip("+").partition("=")[0] in swept]
-    return " ".join(words) or "every value as given"
 
 
 def _replace_rewards(cfg: DictConfig) -> None:
@@ -269,13 +263,17 @@ def _without_rows(
         return []
     own: set[str] = set().union(*(tree.get("dataset") or {} for tree in trees))
     of_choice = _read(_file(folder, f"dataset/{choice}"))
-    defaults = dataclasses.asdict(schema.Dataset())
+    defaults = dataclasses.asdict(Dataset())
     kept = {*own, *(key.removeprefix("dataset.") for key in given)}
-    gone = [k for k in OF_ROWS if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]]
+    gone = [
+        k
+        for k in flagged(Dataset, "of_train")
+        if k not in kept and of_choice.get(k, defaults[k]) != defaults[k]
+    ]
     words = [f"dataset.{key}={as_written(defaults[key])}" for key in gone if key != "columns"]
     columns = {f"dataset.columns.{name}" for name in of_choice.get("columns", ())}
     words += [f"~{key}" for key in sorted(columns - given) if "columns" in gone]
-    if str(of_choice.get("prompt")).strip("{}") in schema.PROMPT_COLUMNS:
+    if str(of_choice.get("prompt")).strip("{}") in PROMPT_COLUMNS:
         gone = [key for key in gone if key != "prompt"]  # found by its name in other rows too
     if gone and os.environ.get("RANK", "0") == "0":
         names = listed(f"dataset.{key}" for key in gone)
@@ -300,7 +298,7 @@ def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
             "word, such as optimizer.betas=[0.9,0.95]."
         )
         return
-    typed = OmegaConf.structured(schema.Recipe(model=schema.Model(build=schema.Build())))
+    typed = OmegaConf.structured(Recipe(model=Model(build=Build())))
     for word in overrides:
         key, equals, value = word.partition("=")
         known = _choices(key)
@@ -335,20 +333,20 @@ def register_schema() -> None:
     cover only the engine's own knobs; for adapter also the model's quantization.
     """
     store: Any = ConfigStore.instance()
-    store.store(name="schema", node=schema.Recipe)
+    store.store(name="schema", node=Recipe)
     nothing: dict[str, Any] = {"model": {"path": "none"}, "dataset": {"train": "none"}}
-    engine = schema.Generation.engine
+    engine = Generation.engine
     groups = ["schema", {"reward": None}, {"generation": engine}, {"distributed": "ddp"}]
     groups.append({"adapter": "none"})
     store.store(name=BARE, node={"defaults": [*groups, "_self_"], **nothing})
-    adapter = {"adapter": schema.Adapter, "model": {"quantization": schema.Model.quantization}}
+    adapter = {"adapter": Adapter, "model": {"quantization": Model.quantization}}
     store.repo.setdefault("adapter", _Unlisted())
     store.store(group="adapter", name="_defaults", node=adapter, package="_global_")
     for group, node in (
-        ("loss", schema.Loss),
-        ("advantage", schema.Advantage),
-        ("distributed", schema.Distributed),
-        ("generation", {"vllm": schema.Vllm}),
+        ("loss", Loss),
+        ("advantage", Advantage),
+        ("distributed", Distributed),
+        ("generation", {"vllm": Vllm}),
     ):
         store.repo.setdefault(group, _Unlisted())
         store.store(group=group, name="_defaults", node=node)
@@ -381,7 +379,7 @@ def given_keys(cfg: DictConfig) -> frozenset[str]:
                 given.add(key)
         elif not override.is_delete():
             given.update(_leaves(key, value))
-    defaults = OmegaConf.structured(schema.Recipe)
+    defaults = OmegaConf.structured(Recipe)
     at_default = {k for k in given if _value_at(cfg, k) == _value_at(defaults, k)}
     if at_default:
         # Compose again with the command line's choices but without its values.
@@ -453,7 +451,7 @@ def as_words(argv: Iterable[str]) -> list[str]:
 
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
-    switches = {key for key, f in schema.knobs() if f.type == "bool"}
+    switches = {key for key, f in KNOBS.items() if f.type == "bool"}
     switches |= {"trust", "eager", "check", "dataset.chat"}
     file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
     return [
@@ -469,11 +467,10 @@ def as_text(override: str) -> str:
     """
     key, equals, value = override.partition("=")
     name = key.lstrip("+~")
-    fields = dict(schema.knobs())
-    entry = schema.entry_field(name)
-    f = fields.get(name) or (entry[0] if entry else fields.get(name.rpartition(".")[0]))
+    entry = entry_field(name)
+    f = KNOBS.get(name) or (entry[0] if entry else KNOBS.get(name.rpartition(".")[0]))
     kind = str(f.type).removesuffix(" | None") if f else ""
-    is_text = kind == "str" if name in fields or entry else kind == "dict[str, str]"
+    is_text = kind == "str" if name in KNOBS or entry else kind == "dict[str, str]"
     if not (equals and is_text) or value == "null" or re.fullmatch(r"'.*'|\".*\"", value, re.S):
         return override
     return f"{key}={quoted(value)}"

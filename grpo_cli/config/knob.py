@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -34,29 +35,60 @@ class Arg:
     hint: str = ""  # appended to the message about an out-of-range value
 
 
-def knob(
-    default: Any,
-    doc: str,
-    *,
-    read_if: tuple[Any, ...] = (),
-    schedulable: bool = False,
-    training: bool = False,
-    **limits: Any,
-) -> Any:
-    """Returns a dataclass field with help sentence and range: >= ge, > gt, <= le, < lt, choices.
+@dataclass(frozen=True)
+class Flags:
+    """Who reads a knob, and what depends on it. A section's flags are those of its knobs.
 
-    Args:
+    Attributes:
         read_if: (key, value, ...): the knob is read only if the knob `key` has one of the values (a
             list must contain one) or, without values, if it is set. Setting an unread knob is an
             error.
+        episodes: read only if tools or an environment answer the model's turns.
         schedulable: the knob may be scheduled, since nothing is built from its first value.
         training: only training reads the knob; an evaluation refuses it.
-        limits: as in `Arg`.
+        evaluated_as: what an evaluation reads instead of the knob.
+        evaluated_if: (key, value): an evaluation reads the knob only if `key` has this value.
+        rows: "own": the knob describes the recipe's own rows, in whose place benchmarks are
+            evaluated; "any": those of benchmarks too.
+        of_train: the knob describes dataset.train, and is dropped if another one is given.
+        rescoring: read when stored completions are scored.
+        decides: what stored parts of a step depend on: "completions", "distribution" (they too, as
+            tokens are no longer drawn from softmax(logits / temperature)), "rewards" or "updates".
+        without_effect: the knob may differ when a finished run is resumed, as its results do not
+            depend on it, nor do those of an evaluation.
+        kept: a resumed run must have the knob's value of the checkpoint.
+        of_start: the knob belongs to one start of a run, and is not stored.
     """
-    flags = {"read_if": read_if, "schedulable": schedulable, "training": training}
-    metadata = {**vars(Arg(doc, **limits)), **flags}
+
+    read_if: tuple[Any, ...] = ()
+    episodes: bool = False
+    schedulable: bool = False
+    training: bool = False
+    evaluated_as: str = ""
+    evaluated_if: tuple[str, str] | None = None
+    rows: str = ""
+    of_train: bool = False
+    rescoring: bool = False
+    decides: str = ""
+    without_effect: bool = False
+    kept: bool = False
+    of_start: bool = False
+
+
+FLAGS = [f.name for f in dataclasses.fields(Flags)]
+
+
+def knob(default: Any, doc: str, *, kind: type | None = None, **settings: Any) -> Any:
+    """Returns a dataclass field with help sentence and range: >= ge, > gt, <= le, < lt, choices.
+
+    Args:
+        kind: the dataclass of a section that may be null.
+        settings: as in `Arg` and in `Flags`.
+    """
+    flags = Flags(**{name: settings.pop(name) for name in FLAGS if name in settings})
+    metadata = {**vars(Arg(doc, **settings)), "flags": flags, "kind": kind}
     if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -75,16 +107,44 @@ def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:
     def apply(kind: type[T]) -> type[T]:
         for f in dataclasses.fields(kind):  # type: ignore[arg-type]
             is_condition = f.name == condition[0].rpartition(".")[2]
-            if not (f.metadata["read_if"] or is_condition):
-                f.metadata = MappingProxyType({**f.metadata, "read_if": condition})
+            if not (flags_of(f).read_if or is_condition):
+                flags = dataclasses.replace(flags_of(f), read_if=condition)
+                f.metadata = MappingProxyType({**f.metadata, "flags": flags})
         return kind
 
     return apply
 
 
-def section(kind: type, *, training: bool = False) -> Any:
+def section(kind: type, **flags: Any) -> Any:
     """Returns a dataclass field that holds a group of knobs, described by the class's docstring."""
-    return field(default_factory=kind, metadata={"doc": kind.__doc__, "training": training})
+    metadata = {"doc": kind.__doc__, "flags": Flags(**flags), "kind": kind}
+    return field(default_factory=kind, metadata=metadata)
+
+
+def flags_of(f: dataclasses.Field[Any]) -> Flags:
+    flags: Flags = f.metadata["flags"]
+    return flags
+
+
+def knobs_of(kind: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yields (full key, field) of every knob of a dataclass, sections before their knobs."""
+    for f in dataclasses.fields(kind):
+        yield prefix + f.name, f
+        if f.metadata["kind"]:
+            yield from knobs_of(f.metadata["kind"], f"{prefix}{f.name}.")
+
+
+def flagged(kind: type, name: str, *values: Any) -> list[str]:
+    """Returns the keys of a dataclass whose flag has one of the values, or is set."""
+    of = {key: getattr(flags_of(f), name) for key, f in knobs_of(kind)}
+    return [key for key, flag in of.items() if (flag in values if values else flag)]
+
+
+def value_at(node: Any, key: str) -> Any:
+    """Returns the value of a full key."""
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    return node
 
 
 def allowed(meta: Mapping[str, Any]) -> str:

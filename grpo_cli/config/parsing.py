@@ -18,28 +18,31 @@ from omegaconf.errors import (
 
 from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
-from grpo_cli.config.knob import TYPES, allowed, as_written, scheduled_violation, violation
-from grpo_cli.config.renamed import other_names
-from grpo_cli.config.schema import (
-    ENTRIES,
-    Benchmark,
-    Callback,
-    HeldOut,
-    MixturePart,
-    Recipe,
-    Reward,
-    Schedule,
-    entry_field,
-    knobs,
+from grpo_cli.config.keys import ENTRIES, KNOBS, entry_field, flagged, is_among
+from grpo_cli.config.knob import (
+    TYPES,
+    allowed,
+    as_written,
+    flags_of,
+    scheduled_violation,
+    value_at,
+    violation,
 )
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.renamed import other_names
+from grpo_cli.config.schedules import Schedule
 from grpo_cli.config.sources import has_splits
+from grpo_cli.data.settings import HeldOut, MixturePart
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.scoring.settings import Reward
+from grpo_cli.training.settings import Callback
 
 E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
 
 # Mappings whose keys appear in names of folders and metrics.
 NAMED = ("benchmark", "dataset.mixture", "dataset.held_out", "callbacks")
-SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
+SCHEDULABLE = tuple(flagged("schedulable"))
 SCHEDULED_SECTIONS = {key.partition(".")[0] for key in SCHEDULABLE}
 
 
@@ -209,22 +212,12 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
                 yield from violation(key, v, f.metadata)
 
 
-def value_at(recipe: Recipe | dict[str, Any], key: str) -> Any:
-    """Returns the value of a full key."""
-    value: Any = recipe
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
-    return value
-
-
 def _schedule_violations(recipe: Recipe) -> Iterator[str]:
-    fields = dict(knobs())
     for key, schedule in recipe.schedules.items():
         first = value_at(recipe, key)
-        if first is None and key in fields:
+        if first is None and key in KNOBS:
             yield f"schedules.{key}: {key} is null; give it the value to begin with."
-        if key in fields:  # `algorithm/arguments.py` checks a loss's arguments
-            f = fields[key]
+        if f := KNOBS.get(key):  # `algorithm/arguments.py` checks a loss's arguments
             yield from scheduled_violation(key, schedule.to, f.metadata, f.type)
         if first is not None and first == schedule.to:
             yield f"schedules.{key}.to = {schedule.to}: {key} begins with that value already."
@@ -254,18 +247,18 @@ def _step_violations(recipe: Recipe) -> Iterator[str]:
 
 def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     """Yields messages about knobs that nothing reads, given the values of the others."""
-    defaults, fields = Recipe(), dict(knobs())
-    for key, f in fields.items():
-        if not f.metadata.get("read_if") or key.startswith("model.build."):
+    defaults = Recipe()
+    for key in flagged("read_if"):
+        if key.startswith("model.build."):
             continue
         if key.startswith("model.chat_template") and recipe.benchmark:
             continue  # the benchmark's prompt is a chat too
         if key.startswith("generation.tools.") and recipe.runs_programs:
             continue
-        other, *values = f.metadata["read_if"]
+        other, *values = flags_of(KNOBS[key]).read_if
         found = value_at(recipe, other)
         ways = [*found] if isinstance(found, list) else [found]
-        choices = fields[other].metadata.get("choices")
+        choices = KNOBS[other].metadata["choices"]
         if choices and any(way not in choices for way in ways):
             continue  # reported elsewhere
         if other in recipe.schedules:
@@ -304,8 +297,9 @@ def unread_of_episodes(recipe: Recipe, given: Collection[str], when: str) -> Ite
         when: see `unread`.
     """
     defaults = Recipe()
-    for key, _ in knobs():
-        if key.startswith(("environment.", "episode.", "model.response_template")):
+    sections = flagged("episodes")
+    for key, f in KNOBS.items():
+        if is_among(key, sections) and not f.metadata["kind"]:
             yield from unread(recipe, key, value_at(defaults, key), given, when)
 
 
@@ -362,11 +356,11 @@ def _wrong_type(key: str, reason: str) -> str:
     if "is not a ListConfig" in reason:
         return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
     entry = entry_field(key)
-    field = entry[0] if entry else dict(knobs()).get(key)
+    field = entry[0] if entry else KNOBS.get(key)
     if field and "DictConfig" in reason and str(field.type).startswith("str"):
         return f'{key}: must be text, in quotes: "{{...}}".'
     kind, _, optional = str(field.type).partition(" | ") if field else ("", "", "")
-    below = next((name for name, _ in knobs() if name.startswith(f"{key}.")), None)
+    below = next((name for name in KNOBS if name.startswith(f"{key}.")), None)
     if field is None or kind.startswith("list") or (entry and entry[1]):
         return f"{key}: {reason}."
     if below or kind.startswith("dict"):
@@ -385,7 +379,7 @@ def no_such_key(key: str) -> str:
 
 def nearest_key(key: str, known: Collection[str] = ()) -> str:
     """Suggests the knob meant by a misspelt key, among `known` or all knobs; "" without any."""
-    known = known or [name for name, _ in knobs()]
+    known = known or KNOBS
     section, _, last = key.rpartition(".")
     for name in (key, last):
         if name in other_names():

@@ -9,7 +9,10 @@ import yaml
 
 from grpo_cli.config.compose import groups
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.schema import Benchmark, Recipe, Reward
+from grpo_cli.config.keys import flagged
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.scoring.settings import Reward
 
 
 def as_yaml(recipe: Recipe) -> str:
@@ -18,7 +21,7 @@ def as_yaml(recipe: Recipe) -> str:
     defaults: list[Any] = ["schema", "_self_", *({group: None} for group in groups())]
     values = as_text(dataclasses.asdict(recipe))
     # A new run must not inherit the stored run's folder.
-    for own in ("output_dir", "overwrite", "resume", "resume_changed"):
+    for own in flagged("of_start"):
         del values[own]
     # {loss.beta: …} becomes {loss: {beta: …}}, which an override can reach.
     schedules: dict[str, Any] = {}
@@ -46,9 +49,9 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
     """
     defaults = flat(as_text(dataclasses.asdict(Recipe())))
     both = [defaults | flat(_completed(tree, other)) for tree, other in ((old, new), (new, old))]
-    skip = ("output_dir", "overwrite", "resume", "defaults", "description")
+    skip = [*flagged("of_start"), "defaults", "description"]
     values = {key: (both[0].get(key), both[1].get(key)) for key in sorted({*both[0], *both[1]})}
-    return {k: (a, b) for k, (a, b) in values.items() if not k.startswith(skip) and a != b}
+    return {k: (a, b) for k, (a, b) in values.items() if k not in skip and a != b}
 
 
 def _completed(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from grpo_cli.config.schema import Optimizer, Recipe, Schedule
+from grpo_cli.config.knob import at_least_0, at_least_1, knob
+
+if TYPE_CHECKING:
+    from grpo_cli.config.recipe import Recipe
+    from grpo_cli.models.settings import Optimizer
 
 DECAY_SHARE = 0.1  # of a run's steps, at its end, in wsd (MiniCPM, arXiv 2404.06395, section 4)
+
+
+@dataclass
+class Schedule:
+    """The change of a scalar knob with the step."""
+
+    to: float = knob(0.0, "Final value of the scheduled knob.")
+    shape: str = knob(
+        "linear",
+        "Course of the change; jump: all at once at `begin`.",
+        choices=("linear", "cosine", "jump"),
+    )
+    begin: int = at_least_0(0, "Step, counted from 0, until which the knob keeps its own value.")
+    end: int | None = at_least_1(
+        None,
+        "Step, counted from 0, from which the knob has its final value; null: the run's last step.",
+    )
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.knob import TYPES, allowed, as_written, violation
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError, listed, nearest
 
 S = TypeVar("S")

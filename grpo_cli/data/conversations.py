@@ -83,23 +83,13 @@ def _message(message: Any, where: str, column: str | None, number: int) -> dict[
     elif isinstance(content, list) and column is not None and all(map(_is_part, content)):
         way = (column, number, "content")
         return found | {"content": [_block(p, where, (*way, i)) for i, p in enumerate(content)]}
-    if isinstance(content, list) and column is not None and (other := _other_part(content)):
-        raise UserError(f"{where}: has {other}; a content is a text, or {BLOCKS}.")
+    if isinstance(content, list) and column is not None:
+        part = next(part for part in content if not _is_part(part))
+        raise UserError(f"{where}: has the block {part!r:.80}; a content is a text, or {BLOCKS}.")
     if not isinstance(content, str):
         reason = "has no content" if content is None else f"has the content {content!r:.80}"
         raise UserError(f"{where}: {reason}; the model takes text.")
     return found | {"content": content}
-
-
-def _other_part(content: Sequence[Any]) -> str:
-    """Describes the first part of a content that is neither text nor an image; "" without any."""
-    part = next((part for part in content if not _is_part(part)), None)
-    if not isinstance(part, Mapping):
-        return "" if part is None else f"the block {part!r:.80}"
-    kind = part.get("type")
-    if kind == "text":
-        return "a block of the type text without a text"
-    return f"the block {part!r:.80}" if kind is None else f"a block of the type {kind!r}"
 
 
 def _is_text_part(part: Any) -> bool:

@@ -213,10 +213,11 @@ def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
     if len(paths) > 1:
         _check_parquet(paths, key, source)
     datasets.disable_progress_bars()
+    # The loaders log the errors that they also raise.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL + 1)
     try:
-        with _without_loader_errors():
-            names = [glob.escape(str(path)) for path in paths]
-            return datasets.load_dataset("parquet", data_files=names, split="train")
+        names = [glob.escape(str(path)) for path in paths]
+        return datasets.load_dataset("parquet", data_files=names, split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = reason(error.__cause__ or error)
         if "corresponds to no data" in cause:
@@ -270,18 +271,6 @@ def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
                     f"{key} = {source}: the column {name!r} is {types[0]} in {first.name} and "
                     f"{types[1]} in {path.name}; it has to be one of them."
                 )
-
-
-@contextlib.contextmanager
-def _without_loader_errors() -> Iterator[None]:
-    """Suppresses the log of an error that the loaders of `datasets` also raise."""
-    logger = logging.getLogger("datasets.packaged_modules")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _keep_text(

@@ -85,7 +85,11 @@ def of_row(
     # A block that held a picture has its path in the row under "keys".
     unfilled = sum(b["type"] == "image" and "keys" not in b for m in text for b in _blocks(m))
     if not unfilled and given:
-        text = _with_placeholders(text, len(given))
+        n = next((i for i, m in enumerate(text) if m["role"] == "user"), 0)
+        content = text[n]["content"]
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        new = {**text[n], "content": [dict(PLACEHOLDER) for _ in given] + blocks}
+        text = [*text[:n], new, *text[n + 1 :]]
     elif unfilled != len(given):
         column = f"in the column {name!r}" if name else "beside them"
         raise UserError(
@@ -186,15 +190,6 @@ def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
 
 def _blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return message["content"] if isinstance(message["content"], list) else ()
-
-
-def _with_placeholders(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Inserts placeholders before the text of the first user message."""
-    number = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
-    content = messages[number]["content"]
-    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    new = {**messages[number], "content": [dict(PLACEHOLDER) for _ in range(count)] + blocks}
-    return [*messages[:number], new, *messages[number + 1 :]]
 
 
 @functools.cache

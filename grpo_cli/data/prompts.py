@@ -9,13 +9,14 @@ import dataclasses
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations, images
 from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field, prompt_template
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError
 from grpo_cli.images import require as require_pillow
@@ -139,20 +140,18 @@ def encode(
                 f"{key}=false."
             )
 
-        def render_row(number: int, row: Mapping[str, Any]) -> str:
-            def render(messages: conversations.Conversation) -> str:
-                return conversations.render(
-                    tokenizer,
-                    messages if vision is None else vision.as_template_takes(messages),
-                    conversations.template_kwargs(template_kwargs, row, control.mark),
-                    f"{rows.source}, row {rows.line(number)}",
-                    tools(row) if tools else (),
-                )
+        def render(number: int, messages: conversations.Conversation) -> str:
+            row = rows.rows[number]
+            return conversations.render(
+                tokenizer,
+                messages if vision is None else vision.as_template_takes(messages),
+                conversations.template_kwargs(template_kwargs, row, control.mark),
+                f"{rows.source}, row {rows.line(number)}",
+                tools(row) if tools else (),
+            )
 
-            texts[number] = control.unmark_for_template(texts[number], render)
-            return render(texts[number])
-
-        written = [render_row(number, row) for number, row in enumerate(rows.rows)]
+        texts = [control.unmark_for_template(t, partial(render, n)) for n, t in enumerate(texts)]
+        written = [*map(render, range(len(texts)), texts)]
     # A chat template writes its own special tokens; the tokenizer adds them to a plain prompt.
     plain = [t for t, own in zip(written, found, strict=True) if not own.images and MARK not in t]
     encoded = iter(tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else [])

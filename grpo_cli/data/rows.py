@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.schema import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.files import load_local
+from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset, MixturePart, NamedRows
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.files import reason
 

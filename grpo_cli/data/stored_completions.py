@@ -8,6 +8,7 @@ does not store as {"image": null}.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -169,7 +170,11 @@ def sample_of(line: dict[str, Any], number: int, where: str, rows: Rows | None =
     Raises:
         UserError: a completion that is not text, or images that do not fit the prompt.
     """
-    of_data = _data_columns(line.get("columns"))
+    columns = line.get("columns")
+    if isinstance(columns, str) and columns.startswith("{"):
+        with contextlib.suppress(ValueError):
+            columns = json.loads(columns)
+    of_data = columns if isinstance(columns, dict) else {}  # {} for a user's own text
     prompt, prefill = _prompt({**line, **of_data}.get("prompt") or "", where)
     images: tuple[StoredImage, ...] = ()
     if rows is not None:
@@ -210,7 +215,9 @@ def _images(
     images = tuple(images_of_rows.in_columns(columns))
     if images:
         require_pillow()
-    if isinstance(prompt, list) and (images or _holds_pictures(prompt)):
+    contents = [m["content"] for m in prompt] if isinstance(prompt, list) else []
+    holds_pictures = any("keys" in b for c in contents if isinstance(c, list) for b in c)
+    if contents and (images or holds_pictures):
         found = images_of_rows.of_row(rows, number, line, prompt, None)
         prompt, images, columns = found.prompt, found.images, found.columns
     if is_written:
@@ -223,11 +230,6 @@ def _images(
         columns = {}
     stored = {n: _unmarked(of_data[n], images, rows.source) for n in names if n in of_data}
     return prompt, images, {**columns, **stored}
-
-
-def _holds_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
-    blocks = [b for m in messages if isinstance(m["content"], list) for b in m["content"]]
-    return any("keys" in block for block in blocks)
 
 
 def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
@@ -337,14 +339,3 @@ def _prompt(cell: Any, where: str) -> tuple[Any, str]:
     messages = conversations.normalized(messages, where, "prompt")
     prefill = conversations.prefill_of(messages)
     return messages[:-1] if prefill else messages, prefill
-
-
-def _data_columns(cell: Any) -> dict[str, Any]:
-    """Returns the dict in the column `columns`, perhaps JSON; {} for a user's own text."""
-    columns = cell
-    if isinstance(cell, str) and cell.startswith("{"):
-        try:
-            columns = json.loads(cell)
-        except ValueError:
-            return {}
-    return columns if isinstance(columns, dict) else {}

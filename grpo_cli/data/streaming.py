@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.data.rows import Rows, check_templates, load_hub, prompt_template, rename_columns
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.files import reason
@@ -77,28 +77,25 @@ def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
     if path is None:
-        yield from _hub_rows(config, start)
+        row = start
+        try:
+            table = load_hub(source, config.subset, split, key, streaming=True)
+            for values in files.undecoded(table).skip(start):
+                yield values
+                row += 1
+        except UserError:
+            raise
+        except Exception as error:  # hub, network and format errors have no common base
+            raise UserError(
+                f"{key} = {source}: row {row} cannot be read from the hub: "
+                f"{type(error).__name__}: {reason(error)}"
+            ) from error
     elif files.is_saved_to_disk(path):
         table = files.undecoded(files.load_local(path, config.subset, split, key))
         yield from table.select(range(start, len(table)))
     else:
         found = files.find_files(path, config.subset, split, key)
         yield from files.stream_files(found, key, path, start)
-
-
-def _hub_rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
-    source, split, key = str(config.train), config.train_split, "dataset.train"
-    table = files.undecoded(load_hub(source, config.subset, split, key, streaming=True))
-    row = start
-    try:
-        for values in table.skip(start):
-            yield values
-            row += 1
-    except Exception as error:  # hub, network and format errors have no common base
-        raise UserError(
-            f"{key} = {source}: row {row} cannot be read from the hub: {type(error).__name__}: "
-            f"{reason(error)}"
-        ) from error
 
 
 class Block(NamedTuple):

@@ -1,8 +1,8 @@
 """Shards a model's weights, gradients and optimizer state over the processes with FSDP2.
 
 Each decoder layer is gathered for its forward and its backward, and freed in between. Gradients are
-summed over the processes. Passes are collective: every process runs the same number of forwards and
-backwards (`Workers.runs_in_lockstep`), even if it has less to compute.
+summed over the processes. Passes are collective: processes run in lockstep, each the same number
+of forwards and backwards, even if it has less to compute.
 """
 
 from __future__ import annotations

@@ -51,14 +51,21 @@ class Interrupts:
         self._step_began = now
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self, episodes: bool = False) -> Iterator[None]:
         """Marks work that each process does on its own and can interrupt.
 
         Every process enters the block; if one interrupts its work, all do.
 
+        Args:
+            episodes: the work samples episodes. In lockstep this is done in rounds and is not
+                interrupted: a process that left early would block the others.
+
         Raises:
             Interrupted: the run must end, and the work is incomplete.
         """
+        if episodes and self.workers.runs_in_lockstep:
+            yield
+            return
         is_interrupted = False
         heartbeat.leave = self.is_due
         try:

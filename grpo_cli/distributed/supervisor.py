@@ -15,8 +15,6 @@ processes. A process that hangs in C++ is ended by its supervisor thread.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import json
 import os
 import queue
 import re
@@ -26,16 +24,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed import heartbeat, stall_diagnosis
 from grpo_cli.distributed.job_store import Failure, JobStore, is_alive, is_local
+from grpo_cli.distributed.process_log import ProcessLog, within, write_error_file
 from grpo_cli.distributed.stall_diagnosis import Seen
 from grpo_cli.distributed.stop_signal import WAKE
 from grpo_cli.errors import TrainingError, UserError
@@ -70,9 +68,7 @@ class Supervisor:
                 None: never. Before the first step `heartbeat.START_TIMES` times as long.
         """
         self.rank, self.size = rank, size
-        self.logs = Path(folder) / "logs"
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.screen: IO[str] = sys.stderr
+        self.log = ProcessLog(Path(folder) / "logs", rank)
         self.stall = stall_minutes * 60 if stall_minutes else None
         self.stop_signal: int | None = None  # the signal that some process received
         self.failure: Failure | None = None  # the job's first failure
@@ -95,10 +91,6 @@ class Supervisor:
         self.silent = max(4 * self.poll, min(5.0, (self.stall or 60.0) / 2))
         self._polled_at = time.monotonic()
 
-        self._stacks = open(self.log_path("stacks.txt"), "a", encoding="utf-8")  # noqa: SIM115
-        # Dumps the stacks on a segmentation fault, and on SIGABRT even while the GIL is held.
-        faulthandler.enable(self._stacks, all_threads=True)
-
         self._lock = threading.RLock()
         self._lost_at: float | None = None  # time at which the store stopped responding
         self._store: JobStore | None = None  # None with one process, and after closing
@@ -109,27 +101,6 @@ class Supervisor:
         heartbeat.on_stage = self._wake  # publishes immediately, in case the process is killed
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
-
-    def log_path(self, kind: str = "log") -> Path:
-        """Returns the path of this process's log, or of its file of another kind."""
-        return self.logs / f"rank-{self.rank}.{kind}"
-
-    def log_to_file(self) -> None:
-        """Redirects output to the log, except on rank 0; `screen` remains the terminal."""
-        if self.rank == 0:
-            return
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        terminal = os.dup(2)
-        self.screen = open(terminal, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
-        log = os.open(self.log_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for fd in (1, 2):
-            os.dup2(log, fd)
-        os.close(log)
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)
-        now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        print(f"--- {now} process {self.rank} on {heartbeat.node()}, pid {os.getpid()}")
 
     # Called by the main thread when it fails or receives a signal.
 
@@ -147,7 +118,7 @@ class Supervisor:
             return
         self._error, self._code = error, code
         trace = masked("".join(traceback.format_exception(error)))
-        self._log(trace)
+        self.log.write(trace)
         text = masked(f"{getattr(error, 'where', None) or heartbeat.where()}: {_message(error)}")
         if self._store is not None and _is_consequence(error):
             self._wait_for_cause()
@@ -155,9 +126,9 @@ class Supervisor:
         self._leave_at = time.monotonic() + CLEANUP_SECONDS
         self._wake()
         if self._reports:
-            self._write_error_file(text, time.time())
+            write_error_file(text, time.time())
             is_expected = isinstance(error, UserError | TrainingError | KeyboardInterrupt)
-            self._print(f"{'' if is_expected else trace}grpo: {text}")
+            self.log.print(f"{'' if is_expected else trace}grpo: {text}")
 
     def leave(self, code: int) -> NoReturn:
         """Ends a failed process, regardless of its other threads.
@@ -218,9 +189,7 @@ class Supervisor:
             if self._store is not None:
                 self._store.publish(done=True)
             self._store = None
-        faulthandler.disable()
-        self._stacks.close()
-        self._discard_empty()
+        self.log.close()
 
     # The key-value store.
 
@@ -279,7 +248,7 @@ class Supervisor:
             except Exception as error:  # a bug here must not end the supervision
                 if repr(error) not in self._logged:
                     self._logged.add(repr(error))
-                    self._log("".join(traceback.format_exception(error)))
+                    self.log.write("".join(traceback.format_exception(error)))
             self._end_if_due()
             is_quiet = self.failure is None and self._unsent is None
             with contextlib.suppress(queue.Empty):
@@ -337,7 +306,7 @@ class Supervisor:
         if leave is not None and leave():
             signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
         if ends_at is not None and time.time() > ends_at + GRACE_SECONDS:
-            self._print(
+            self.log.print(
                 f"grpo: {heartbeat.where()}: a reward function, or the source of streamed "
                 "rows, does not return; ended without saving this step."
             )
@@ -355,7 +324,7 @@ class Supervisor:
     def _report_lost(self, rank: int, what: str, running: dict[int, Seen]) -> None:
         text = (
             f"{self._name(rank)} {what}; it was last in {running[rank].doing}; what it left is in "
-            f"{self.logs}/."
+            f"{self.log.folder}/."
         )
         self._report_other(Failure(rank, text, time.time(), self.rank))
 
@@ -374,16 +343,12 @@ class Supervisor:
             self._leave_at = now + GRACE_SECONDS
             print(f"grpo: {text} ({error})", file=sys.stderr)
             if os.environ.get("LOCAL_RANK", "0") == "0" and self.rank > 0:
-                self._print(f"grpo: {text}")
+                self.log.print(f"grpo: {text}")
 
     def _report_other(self, failure: Failure) -> None:
         """Reports the failure of another process."""
         if self._post(failure):
-            self._print(f"grpo: {failure.text}")
-
-    def _print(self, text: str) -> None:
-        # A single write, since other processes write to the same terminal.
-        _within(2.0, lambda: print(text + "\n", end="", file=self.screen, flush=True))
+            self.log.print(f"grpo: {failure.text}")
 
     # Stalls.
 
@@ -396,26 +361,14 @@ class Supervisor:
         if self.rank != min((rank for rank in running if rank not in silent), default=-1):
             return
         if found := stall_diagnosis.diagnose(running, silent, now, stall, self._name):
-            rank, text = found[0], f"{found[1]}; stacks in {self.logs}/."
+            rank, text = found[0], f"{found[1]}; stacks in {self.log.folder}/."
             frozen = [self._store.who(rank) for rank in silent] if self._store else []
             self._report_other(Failure(rank, text, time.time(), self.rank, True, frozen))
 
     def _end_stalled(self, stall: Failure) -> NoReturn:
         """Dumps the stacks of this process, kills silent ones on its machine, and exits."""
-        with contextlib.suppress(OSError):  # a full disk may be the cause
-            self._stacks.write(f"--- {stall.text}\n")
-            self._stacks.flush()
-            faulthandler.dump_traceback(self._stacks, all_threads=True)
-        frozen = [process for process in stall.frozen if is_local(process)]
-        for process in frozen:  # each first dumps its stacks: faulthandler needs no GIL
-            if hasattr(resource, "prlimit"):
-                with contextlib.suppress(OSError, ValueError):
-                    resource.prlimit(process["pid"], resource.RLIMIT_CORE, (0, 0))  # no core dump
-            _send(process, signal.SIGABRT)
-            _send(process, signal.SIGCONT)  # a stopped process receives SIGABRT only now
-        time.sleep(1.0)
-        for process in frozen:
-            _send(process, signal.SIGKILL)
+        self.log.dump_stacks(stall.text)
+        _kill([process for process in stall.frozen if is_local(process)])
         # The reporting process ends last, so that its message is the last on the screen.
         time.sleep(1.0 if stall.reporter == self.rank else 0.0)
         self._exit(1)
@@ -447,39 +400,15 @@ class Supervisor:
         """Ends the process now, regardless of its other threads."""
         if self.failure is not None and not self._reports:
             # One second after the cause: torchrun treats the earliest error as the root.
-            self._write_error_file(f"ended after this: {self.failure.text}", self.failure.time + 1)
+            write_error_file(f"ended after this: {self.failure.text}", self.failure.time + 1)
         if (failure := self.failure) is not None:
-            _within(1.0, lambda: self.on_failure(failure.text))
-        _within(1.0, _flush)
-        self._discard_empty()
+            within(1.0, lambda: self.on_failure(failure.text))
+        within(1.0, _flush)
+        self.log.discard_empty()
         os._exit(code)
-
-    def _discard_empty(self) -> None:
-        path = self.log_path("stacks.txt")
-        with contextlib.suppress(OSError):
-            if path.stat().st_size == 0:
-                path.unlink()
 
     def _wake(self) -> None:
         self._wakes.put(None)
-
-    def _log(self, text: str) -> None:
-        """Writes a traceback to the log."""
-        now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        with (
-            contextlib.suppress(OSError),  # a full disk may be the error's cause
-            open(self.log_path(), "a", encoding="utf-8", errors="backslashreplace") as log,
-        ):
-            log.write(f"--- {now} {heartbeat.where()}\n{text}")
-
-    def _write_error_file(self, text: str, when: float) -> None:
-        """Writes the file from which torchrun, if it started this process, reports its error."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path or os.path.exists(path):
-            return
-        extra = {"py_callstack": text, "timestamp": str(int(when))}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def _is_consequence(error: BaseException) -> bool:
@@ -504,18 +433,24 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def _kill(frozen: Sequence[dict[str, Any]]) -> None:
+    """Kills processes of this machine, each after it has dumped its stacks."""
+    for process in frozen:  # faulthandler needs no GIL
+        if hasattr(resource, "prlimit"):
+            with contextlib.suppress(OSError, ValueError):
+                resource.prlimit(process["pid"], resource.RLIMIT_CORE, (0, 0))  # no core dump
+        _send(process, signal.SIGABRT)
+        _send(process, signal.SIGCONT)  # a stopped process receives SIGABRT only now
+    time.sleep(1.0)
+    for process in frozen:
+        _send(process, signal.SIGKILL)
+
+
 def _send(process: dict[str, Any], number: int) -> None:
     """Sends a signal to a local process of this job, unless its pid has been reused."""
     with contextlib.suppress(OSError):
         if is_alive(process):
             os.kill(process["pid"], number)
-
-
-def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Runs an action that may hang, such as a write to an unread stream, for at most `seconds`."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _flush() -> None:

@@ -26,9 +26,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import HALF_TYPES, Distributed
 from grpo_cli.distributed import fsdp, heartbeat
 from grpo_cli.distributed.heartbeat import Interrupt, waiting
+from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.errors import TrainingError, UserError
 
 CHUNK = 2**24  # elements whose gradients are summed in one call

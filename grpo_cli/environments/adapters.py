@@ -33,7 +33,6 @@ from pydantic import (
     ValidationError,
 )
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.config.user_code import import_module, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, result_of
 from grpo_cli.environments.functions import (
@@ -46,6 +45,7 @@ from grpo_cli.environments.functions import (
     name_of,
 )
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.scoring.guards import blame, described
 from grpo_cli.scoring.pool_worker import to_builtin
@@ -164,7 +164,17 @@ class Maker:
                     f"environment.by_name has {listed(by_name)}.{nearest(name, by_name)}"
                 )
             key, path = f"environment.by_name.{name}", by_name[name]
-            args = self._args_of(name)
+            if unknown := [n for n in args if n not in by_name]:
+                raise UserError(
+                    f"environment.args.{unknown[0]}: there is no environment {unknown[0]!r}; "
+                    f"environment.by_name has {listed(by_name)}.{nearest(unknown[0], by_name)}"
+                )
+            args = args.get(name, {})
+            if not isinstance(args, Mapping):
+                raise UserError(
+                    f"environment.args.{name}: {described_value(args)} is no mapping; give the "
+                    f"arguments of the environment {name!r} by name."
+                )
         where = f"{key} = {path}"
         if ":" not in path:
             raise UserError(f"{where}: is no class; give it as my_module:MyClass.")
@@ -187,22 +197,6 @@ class Maker:
                 ) from error
         self._found[name] = where, call, dict(args)
         return self._found[name]
-
-    def _args_of(self, name: str) -> Mapping[str, Any]:
-        """Returns the constructor arguments of an environment of `by_name`."""
-        args, by_name = self.spec.args, self.spec.by_name
-        if unknown := [n for n in args if n not in by_name]:
-            raise UserError(
-                f"environment.args.{unknown[0]}: there is no environment {unknown[0]!r}; "
-                f"environment.by_name has {listed(by_name)}.{nearest(unknown[0], by_name)}"
-            )
-        own = args.get(name, {})
-        if not isinstance(own, Mapping):
-            raise UserError(
-                f"environment.args.{name}: {described_value(own)} is no mapping; give the "
-                f"arguments of the environment {name!r} by name."
-            )
-        return own
 
 
 def check_args(
@@ -334,7 +328,9 @@ class MessageEnvironment(Adapted):
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """The JSON schemas of the environment's tools and the recipe's."""
-        own = as_schemas(getattr(self.given, "tools", ()))
+        tools = getattr(self.given, "tools", ())
+        checked(list[_Tool], tools, "its tools")
+        own: list[dict[str, Any]] = [to_builtin(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in own]
         self.functions.check_names(names, type(self.given).__name__)
         return [*own, *self.functions.schemas]
@@ -512,12 +508,6 @@ def as_messages(messages: Any) -> list[Message]:
     """Checks messages of an environment, and returns them with their content cleaned."""
     found = checked(list[_Message], messages, "its messages")
     return [m.model_dump(exclude_none=True) for m in found]
-
-
-def as_schemas(tools: Any) -> list[dict[str, Any]]:
-    """Checks JSON schemas of tools: {"type": "function", "function": {"name": ...}}."""
-    checked(list[_Tool], tools, "its tools")
-    return [to_builtin(tool) for tool in tools]
 
 
 def described_value(value: Any) -> str:

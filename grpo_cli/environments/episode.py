@@ -13,33 +13,20 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
+
+if TYPE_CHECKING:
+    from grpo_cli.environments.programs import ProgramSession
+    from grpo_cli.environments.sessions import Session
 
 # Yields the answer of an environment that it waits for, or None if it waits for sampled tokens.
 Play = Generator[Future[Observation] | None, Any, None]
 
 # Stop reasons for which `finish_reason` is "length": a limit has cut the episode.
 CUT = ("max_turns", "turn_tokens", "max_tokens")
-
-
-class EnvironmentSession(Protocol):
-    """One rollout's environment, in this process or in a worker.
-
-    Each future completes within a deadline, with an observation or an `EnvironmentFailure`.
-    """
-
-    def reset(self) -> Future[Observation]: ...
-
-    def step(self, message: Message) -> Future[Observation]: ...
-
-    def finish(self) -> Future[Observation]:
-        """Requests the rewards of the episode and releases the environment."""
-
-    def abandon(self) -> None:
-        """Releases the environment, even in the middle of a call."""
 
 
 @dataclass
@@ -74,7 +61,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
 
     play: Play = field(init=False)  # plays it, see `loop`
-    session: EnvironmentSession | None = None
+    session: Session | ProgramSession | None = None
     first: Observation | None = None  # the observation from `reset`
     exchanges: list[Exchange] = field(default_factory=list)
     opened: int = 0  # number of environments opened so far
@@ -174,8 +161,3 @@ class Episode:
             parse_errors=self.parse_errors,
             env_retries=max(0, self.opened - 1),
         )
-
-
-def has_same_effect(a: Observation, b: Observation) -> bool:
-    """Returns whether two observations have the same messages, reward and done."""
-    return (list(a.messages), a.reward, a.done) == (list(b.messages), b.reward, b.done)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli import data
 from grpo_cli.config import parsing
-from grpo_cli.config.schema import Dataset, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function, is_coroutine_function
+from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError, listed, nearest

@@ -21,7 +21,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.config.user_code import import_function, is_coroutine_function
@@ -115,21 +115,12 @@ class Tool:
         return arguments
 
 
+@dataclass(frozen=True)
 class Functions:
-    """Answers the calls of tools.
+    """Answers the calls of tools."""
 
-    Args:
-        tools: the tools by name.
-        deadlines: limits the time of each tool call; default: no limit.
-    """
-
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        deadlines: Deadlines | None = None,
-    ) -> None:
-        self.tools = dict(tools)
-        self.deadlines = deadlines or Deadlines()
+    tools: Mapping[str, Tool]  # by name
+    deadlines: Deadlines = field(default_factory=Deadlines)  # of each tool call
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -159,17 +150,14 @@ class Functions:
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
         """Makes calls in order; consecutive calls of async tools run concurrently."""
         answers: list[Answer] = []
-        for is_async, some in itertools.groupby(calls, self._is_async):
+        asynchronous = {name for name, tool in self.tools.items() if tool.is_async}
+        for is_async, some in itertools.groupby(calls, lambda c: name_of(c) in asynchronous):
             if is_async:
                 wrap = self.deadlines.wrap
                 answers += await asyncio.gather(*(wrap(self._call(call)) for call in some))
             else:
                 answers += [await self._call(call) for call in some]
         return answers
-
-    def _is_async(self, call: Mapping[str, Any]) -> bool:
-        tool = self.tools.get(name_of(call))
-        return tool is not None and tool.is_async
 
     async def _call(self, call: Mapping[str, Any]) -> Answer:
         self.deadlines.begin()

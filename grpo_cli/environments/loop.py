@@ -24,29 +24,27 @@ from collections.abc import Generator as Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import EpisodeSettings
 from grpo_cli.distributed import heartbeat
 from grpo_cli.environments.adapters import NAME_COLUMN
-from grpo_cli.environments.episode import (
-    EnvironmentSession,
-    Episode,
-    Exchange,
-    Play,
-    has_same_effect,
-)
+from grpo_cli.environments.episode import Episode, Exchange, Play
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.response import MalformedCall
+from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request, Session
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
+
+if TYPE_CHECKING:
+    from grpo_cli.environments.programs import ProgramSessions
+    from grpo_cli.environments.sessions import Sessions
 
 BEAT_SECONDS = 0.5  # longest wait between two heartbeats
 SOON = 0.02  # seconds that an engine elsewhere is polled while environments may answer
@@ -122,17 +120,11 @@ class Dialogue(Protocol):
         """Returns the tokens of a reply, between the given turn of the model and its next one."""
 
 
-class Environments(Protocol):
-    """Opens the environments of rollouts (`sessions.Sessions`)."""
-
-    def open(self, name: str, row: Mapping[str, Any], seed: int) -> EnvironmentSession: ...
-
-
 @dataclass
 class EpisodeLoop:
     """Samples episodes with a generator, environments and limits."""
 
-    environments: Environments
+    environments: Sessions | ProgramSessions
     dialogues: Mapping[str, Dialogue]  # by environment name; "" if there is only one
     settings: EpisodeSettings
     max_prompt_tokens: int | None = None  # limit of a prompt with its first observation
@@ -260,15 +252,9 @@ class _Episodes:
     def run(self, engine: Session) -> Iterator[Sampled]:
         """Samples all turns of all episodes; yields each group once it is complete."""
         self.engine = engine
-        first = Request(
-            self.prompts,
-            self.num_generations,
-            self.piece(Episode(0, 0)),
-            self.seeds,
-            range(len(self.prompts) * self.num_generations),
-        )
-        self.ready = []  # all, for their first piece
-        engine.submit(first)
+        conversations = range(len(self.prompts) * self.num_generations)
+        first, self.ready = self.piece(Episode(0, 0)), []  # all are ready for their first piece
+        engine.submit(Request(self.prompts, self.num_generations, first, self.seeds, conversations))
         has_more = True
         while has_more:
             joins = engine.joins_requests and not self.is_repeatable
@@ -278,10 +264,8 @@ class _Episodes:
             if engine.unfinished:
                 timeout = SOON if joins and self.num_waiting else BEAT_SECONDS
                 for request, number, pieces in engine.poll(timeout):
-                    start = number * len(pieces)
-                    conversations = request.conversations[start : start + len(pieces)]
-                    for conversation, piece in zip(conversations, pieces, strict=True):
-                        group, sample = divmod(conversation, self.num_generations)
+                    for i, piece in enumerate(pieces, number * len(pieces)):
+                        group, sample = divmod(request.conversations[i], self.num_generations)
                         e = self.episodes[group][sample]
                         self._resume(e, partial(e.play.send, piece))
             has_more = bool(engine.unfinished) or self.wait(0.0 if joins else PATIENCE)
@@ -324,7 +308,11 @@ class _Episodes:
         self.ready = []
         return [
             Request(
-                [self.so_far(e) for e in episodes],
+                [
+                    replace(prompt, ids=[*prompt.ids, *e.ids])
+                    for e in episodes
+                    for prompt in [self.prompts[e.number]]
+                ],
                 1,
                 piece,
                 [derive_seed(self.seeds[e.number], e.sample, e.pieces) for e in episodes],
@@ -353,11 +341,6 @@ class _Episodes:
         self.seconds_waited += time.monotonic() - begun
         return bool(self.ready)
 
-    def so_far(self, e: Episode) -> Prompt:
-        """Returns an episode's prompt followed by its tokens so far."""
-        prompt = self.prompts[e.number]
-        return replace(prompt, ids=[*prompt.ids, *e.ids])
-
     def close(self) -> None:
         """Releases the environments of incomplete episodes."""
         for group in self.episodes:
@@ -371,7 +354,13 @@ class _Episodes:
         try:
             waits_for = step()
         except StopIteration:
-            self._complete(e)
+            self._release(e)
+            e.is_complete = True
+            self.engine.end(e.number * self.num_generations + e.sample)
+            group = self.episodes[e.number]
+            if all(other.is_complete for other in group):
+                prompts = [self.prompts[e.number]] * len(group)
+                self.complete.append((e.number, prompts, [other.completion() for other in group]))
             return
         if waits_for is None:
             self.ready.append(e)
@@ -404,10 +393,25 @@ class _Episodes:
                 return
             except EnvironmentFailure as failure:
                 self._release(e)
-                if self._is_replaced(e, failure):
+                e.failures += failure.own
+                e.bystander_failures += not failure.own
+                self.loop.num_failures += failure.own
+                if failure.own and self.loop.num_failures == FAILURES_SAID:
+                    name = self.names[e.number]
+                    self.loop.say(
+                        f"note: environments{f' {name}' if name else ''} have failed "
+                        f"{FAILURES_SAID} times and are replaced; the last error: {failure}"
+                    )
+                if e.failures <= RETRIES and e.bystander_failures <= MOST_BYSTANDER_FAILURES:
                     continue
                 e.stop_reason, e.error = failure.stop_reason, str(failure)
-            self._check_failed(e)
+            self.num_failed += 1
+            total, share = sum(map(len, self.episodes)), self.loop.max_failed_share
+            if self.num_failed > max(MOST_FAILED, share * total):
+                raise TrainingError(
+                    f"the environments of {self.num_failed} of {total} rollouts failed, more than "
+                    f"environment.max_failed_share = {share:g}; the last error: {e.error}"
+                )
             if not e.ids:  # a rollout has at least one token
                 e.add_piece((yield None))
             return
@@ -428,8 +432,9 @@ class _Episodes:
             raise EnvironmentFailure("env_error", error)
         for exchange in [x for x in e.exchanges if x.is_stepped]:
             found, seconds = yield session.step(exchange.message)
-            if exchange.observation is not None:
-                if has_same_effect(exchange.observation, found):
+            if (before := exchange.observation) is not None:
+                now = (list(found.messages), found.reward, found.done)
+                if (list(before.messages), before.reward, before.done) == now:
                     continue
                 e.rewind(exchange)
             self._reply(e, exchange, found, seconds)
@@ -455,7 +460,12 @@ class _Episodes:
             e.add_piece(piece)
             if e.stop_reason:  # its prompt is too long
                 return None
-            stops_at = self._stop(e, before)
+            # The generator has checked the first piece of a turn itself if it had no other stops.
+            stops_at = None
+            if self.sampling.stop and (before > begin or dialogue.stops(len(e.calls))):
+                shortest = self.sampling.min_tokens - begin
+                end = self.stop.first_end(e.ids[begin:], before - begin, shortest)
+                stops_at = None if end is None else begin + end
             has_stopped = piece.finish_reason == "stop" and stops_at != len(e.ids)
             turn_length = dialogue.turn_end(
                 e.ids[begin:], before - begin, len(e.calls), has_stopped=has_stopped
@@ -473,19 +483,6 @@ class _Episodes:
             if e.stop_reason:
                 e.end_turn(self._unread(e))
                 return None
-
-    def _stop(self, e: Episode, before: int) -> int | None:
-        """Returns the index at which a stop string is complete, or None.
-
-        The generator itself has checked a piece that is the first of its turn, with no other stops.
-        """
-        begin = e.turn_start
-        is_seen = before == begin and not self._dialogue(e.number).stops(len(e.calls))
-        if not self.sampling.stop or is_seen:
-            return None
-        shortest = self.sampling.min_tokens - begin
-        end = self.stop.first_end(e.ids[begin:], before - begin, shortest)
-        return None if end is None else begin + end
 
     def _read(self, e: Episode, *, at_stop_string: bool) -> Exchange | None:
         """Ends the current turn; returns it, or None if its environment does not get it."""
@@ -539,41 +536,6 @@ class _Episodes:
                 e.add_reply(ids[:left], seconds)
             if len(ids) >= left:  # no room for an answer
                 e.stop_reason = "max_tokens"
-
-    def _complete(self, e: Episode) -> None:
-        self._release(e)
-        e.is_complete = True
-        self.engine.end(e.number * self.num_generations + e.sample)
-        group = self.episodes[e.number]
-        if all(other.is_complete for other in group):
-            prompts = [self.prompts[e.number]] * len(group)
-            self.complete.append((e.number, prompts, [other.completion() for other in group]))
-
-    def _is_replaced(self, e: Episode, failure: EnvironmentFailure) -> bool:
-        """Counts a failure; returns whether the episode gets a fresh environment."""
-        if failure.own:
-            e.failures += 1
-            self.loop.num_failures += 1
-            if self.loop.num_failures == FAILURES_SAID:
-                name = self.names[e.number]
-                self.loop.say(
-                    f"note: environments{f' {name}' if name else ''} have failed "
-                    f"{FAILURES_SAID} times and are replaced; the last error: {failure}"
-                )
-        else:
-            e.bystander_failures += 1
-        return e.failures <= RETRIES and e.bystander_failures <= MOST_BYSTANDER_FAILURES
-
-    def _check_failed(self, e: Episode) -> None:
-        """Raises a TrainingError if too many episodes have failed, the last of which is `e`."""
-        self.num_failed += 1
-        total = sum(map(len, self.episodes))
-        if self.num_failed > max(MOST_FAILED, self.loop.max_failed_share * total):
-            raise TrainingError(
-                f"the environments of {self.num_failed} of {total} rollouts failed, more than "
-                f"environment.max_failed_share = {self.loop.max_failed_share:g}; the last error: "
-                f"{e.error}"
-            )
 
     def _release(self, e: Episode) -> None:
         if e.session is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shlex
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ class McpTools(Adapted):
                 "parameters": dict(tool.input_schema),
             }
             schema = {"type": "function", "function": function}
-            own[tool.name] = Tool(tool.name, self._caller(tool.name), schema)
+            own[tool.name] = Tool(tool.name, functools.partial(self._call, tool.name), schema)
         self.functions = self._tools_of_recipe.joined(own, "environment.mcp")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -100,15 +101,12 @@ class McpTools(Adapted):
         if self._is_own and (connection := self._shared.pop(self._server, None)) is not None:
             await connection.close()
 
-    def _caller(self, name: str) -> Any:
-        async def call(**arguments: Any) -> str:
-            connection: _Connection | None = self._shared.get(self._server)
-            if connection is None:
-                text = f"the MCP server {self._server} is not connected"
-                raise EnvironmentFailure("env_error", text)
-            return await connection.call(name, arguments)
-
-        return call
+    async def _call(self, name: str, /, **arguments: Any) -> str:
+        connection: _Connection | None = self._shared.get(self._server)
+        if connection is None:
+            text = f"the MCP server {self._server} is not connected"
+            raise EnvironmentFailure("env_error", text)
+        return await connection.call(name, arguments)
 
 
 class _Connection:

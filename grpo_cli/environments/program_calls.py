@@ -15,19 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_cli import sandbox
-from grpo_cli.config.schema import Tools
 from grpo_cli.environments import program_runner
 from grpo_cli.environments.functions import shortened
 from grpo_cli.errors import UserError
+from grpo_cli.generation.settings import Tools
 
 OUTPUT_CHARACTERS = 1000  # that the model sees of a program's output
 _PYTHON = ("python", "py", "python3")
 _FENCE_LINE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: linear time
-
-
-def limits_of(tools: Tools) -> sandbox.Limits:
-    """Returns the sandbox limits of one call."""
-    return sandbox.Limits(seconds=tools.seconds)
 
 
 def describe(tools: Tools) -> str:
@@ -60,38 +55,27 @@ def execute(blocks: Sequence[str], tools: Tools) -> Answer:
     """
     token = os.urandom(16).hex()  # secret, so that a program cannot forge the runner's status
     given = json.dumps({"token": token, "blocks": list(blocks)})
-    finished = sandbox.run(
-        _runner(),
-        given,
-        limits=limits_of(tools),
-        guards=tools.guards,
-        site_packages=True,
-    )
-    parts = finished.stdout.split(token)
+    limits = sandbox.Limits(seconds=tools.seconds)
+    finished = sandbox.run(_runner(), given, limits=limits, guards=tools.guards, site_packages=True)
+    parts, status, keeps = finished.stdout.split(token), finished.status, False
     if len(parts) == 3:
         status, _, error = parts[1].partition("\n")
         keeps = status != "memory"
+    elif status in ("ok", "error"):
+        code, status = finished.returncode, "error"
+        error = f"RuntimeError: the program ended Python itself (exit code {code})"
     else:
-        status, error, keeps = _stopped(finished, tools)
+        said = {
+            "timeout": f"TimeoutError: ran longer than {tools.seconds:g} s",
+            "memory": f"MemoryError: used more than {limits.memory_mb} MiB",
+            "disk": f"OSError: wrote more than {limits.file_mb} MiB, or too many files",
+            "output": f"RuntimeError: printed more than {limits.output_kb} KiB",
+        }
+        error = said.get(status, f"RuntimeError: {finished.reason}")
     # The partial output of a program stopped for time or memory depends on the machine.
     output = parts[0].rstrip("\n") if status in ("ok", "error", "output") else ""
     shown = [shortened(part, OUTPUT_CHARACTERS) for part in (output, error) if part]
     return Answer("\n".join(shown), status, keeps)
-
-
-def _stopped(finished: sandbox.Finished, tools: Tools) -> tuple[str, str, bool]:
-    """Returns (status, error, keeps) of a call whose runner did not reach its end."""
-    limits, status = limits_of(tools), finished.status
-    said = {
-        "timeout": f"TimeoutError: ran longer than {tools.seconds:g} s",
-        "memory": f"MemoryError: used more than {limits.memory_mb} MiB",
-        "disk": f"OSError: wrote more than {limits.file_mb} MiB, or too many files",
-        "output": f"RuntimeError: printed more than {limits.output_kb} KiB",
-    }
-    if status in ("ok", "error"):
-        code = finished.returncode
-        return "error", f"RuntimeError: the program ended Python itself (exit code {code})", False
-    return status, said.get(status, f"RuntimeError: {finished.reason}"), False
 
 
 @functools.cache

@@ -31,11 +31,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli import sandbox
-from grpo_cli.config.schema import EpisodeSettings, Tools
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.program_calls import closed_program, execute
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.errors import TrainingError
+from grpo_cli.generation.settings import Tools
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.records import Prompt
 from grpo_cli.scoring.calls import own_cores
@@ -166,7 +167,7 @@ class ProgramSessions:
 
 
 class ProgramSession:
-    """The programs of one completion, as an `episode.EnvironmentSession`."""
+    """The programs of one completion, with the methods of `sessions.Session`."""
 
     def __init__(self, sessions: ProgramSessions) -> None:
         self._sessions = sessions

@@ -25,9 +25,7 @@ from grpo_cli.environments.protocol import Message
 
 Schemas = Sequence[Mapping[str, Any]]
 
-MOST_CHARACTERS = 1_000_000  # maximum length of a turn; a longer one is not parsed
-MOST_CHARACTERS_OF_TEMPLATE = 100_000  # lower, since a template's regexes may be quadratic
-MOST_CALLS = 1_000  # maximum calls in a turn
+MOST_CHARACTERS = 100_000  # of a turn that a template parses, whose regexes may be quadratic
 
 
 class MalformedCall(Exception):  # noqa: N818 - answered, not raised to a user
@@ -68,11 +66,6 @@ class ResponseParser:
         Raises:
             MalformedCall: the turn begins a call that cannot be parsed.
         """
-        most = MOST_CHARACTERS if self.read else MOST_CHARACTERS_OF_TEMPLATE
-        if len(text) > most:
-            raise MalformedCall(
-                f"The message has {len(text):,} characters; at most {most:,} are read."
-            )
         if self.read is None:
             return self._by_template(text, prefix, tools)
         thought, rest = _without_thought(text, prefix)
@@ -87,6 +80,10 @@ class ResponseParser:
     def _by_template(self, text: str, prefix: str, tools: Schemas) -> Message:
         from transformers.utils.chat_parsing import parse_response
 
+        if len(text) > MOST_CHARACTERS:
+            raise MalformedCall(
+                f"The message has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read."
+            )
         try:
             found = parse_response(
                 text, dict(self.template or {}), prefix=prefix, tools=[dict(t) for t in tools]
@@ -177,7 +174,7 @@ def _llama3(text: str, names: frozenset[str]) -> tuple[str, Calls]:
             if marked or calls:
                 raise MalformedCall(_shown(f"A call must have a name and parameters: {rest}"))
             return text, []
-        _more(calls, _named(value, rest))
+        calls.append(_named(value, rest))
         rest = rest[end:].lstrip(" \t\r\n;")
     return "", calls
 
@@ -185,16 +182,15 @@ def _llama3(text: str, names: frozenset[str]) -> tuple[str, Calls]:
 def _mistral(text: str, names: frozenset[str]) -> tuple[str, Calls]:
     """Parses [TOOL_CALLS] [{"name": ..., "arguments": ...}], or [TOOL_CALLS]name[ARGS]{...}."""
     mark = "[TOOL_CALLS]"
-    content, *bodies = text.split(mark, MOST_CALLS + 1)
+    content, *bodies = text.split(mark)
     calls: Calls = []
     for body in bodies:
         name, has_arguments, arguments = body.partition("[ARGS]")
         if has_arguments and not body.lstrip().startswith(("[", "{")):
-            _more(calls, (name.strip().partition("[CALL_ID]")[0], _json(arguments)))
+            calls.append((name.strip().partition("[CALL_ID]")[0], _json(arguments)))
             continue
         found = _json(body)
-        for value in found if isinstance(found, list) else [found]:
-            _more(calls, _named(value, body))
+        calls += [_named(v, body) for v in (found if isinstance(found, list) else [found])]
     if bodies and not calls:
         raise MalformedCall(_shown(f"{mark} must be followed by calls; found: {bodies[0]}"))
     return content, calls
@@ -239,15 +235,8 @@ def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
         contents.append(text[at:found])
         close = text.find(end, found)
         at = len(text) if close < 0 else close + len(end)
-        _more(bodies, text[found + len(begin) : close if close >= 0 else len(text)])
+        bodies.append(text[found + len(begin) : close if close >= 0 else len(text)])
     return "".join([*contents, text[at:]]), bodies
-
-
-def _more(found: list[Any], one: Any) -> None:
-    """Adds a call, unless there are too many."""
-    if len(found) == MOST_CALLS:
-        raise MalformedCall(f"The message has more than {MOST_CALLS:,} calls.")
-    found.append(one)
 
 
 def _finite(text: str) -> float:

@@ -48,14 +48,14 @@ class Rollouter:
         seeds = [derive_seed(seed, prompt_index) for prompt_index, _ in prompts]
         sample = single_turns if self.episodes is None else self.episodes.sample
         with sample(self.generator, Request(own, num_generations, sampling, seeds)) as sampled:
-            yield (self._group(prompts[n][0], seen, found) for n, seen, found in sampled)
+            yield (
+                Group(prompts[n][0], seen[0], [*map(self._rollout, seen, completions)])
+                for n, seen, completions in sampled
+            )
 
-    def _group(
-        self, prompt_index: int, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> Group:
-        texts = (self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions)
-        rollouts = [Rollout(*parts) for parts in zip(prompts, completions, texts, strict=True)]
-        return Group(prompt_index, prompts[0], rollouts)
+    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        return Rollout(prompt, completion, text)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import BEAT_SECONDS, GRACE, Mark
 from grpo_cli.environments.functions import (
@@ -38,6 +37,7 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.session_worker import Reply, Request
+from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError
 from grpo_cli.scoring.calls import own_cores
 from grpo_cli.scoring.processes import Worker, Workers, overrun
@@ -342,7 +342,10 @@ class Sessions(Workers[_Worker]):
         needs_no_state = not self.spec.has_state or call.request.kind in ("reset", "schemas")
         call.moves += 1
         if not self.spec.has_state and call.request.kind == "step" and is_known:
-            call.future.set_result(_lost_answers(call.request.payload, late, text))
+            calls = calls_of(call.request.payload)
+            answers = [answer_to(one, failure(text)) for one in calls]
+            made = [ToolCall(shortened(name_of(one), 200), True, late) for one in calls]
+            call.future.set_result(Observation(answers, calls=made))
         elif call.moves <= MAX_MOVES and not is_known and needs_no_state:
             self._assign(call)
         elif is_suspect or needs_no_state:
@@ -363,15 +366,6 @@ class Sessions(Workers[_Worker]):
                 for call in queue:
                     self.fail(call, reason)
         super().fail_waiting(reason)
-
-
-def _lost_answers(message: Message, late: bool, text: str) -> Observation:
-    """Returns the answers to the tool calls of a turn that has ended its worker."""
-    calls = calls_of(message)
-    return Observation(
-        [answer_to(call, failure(text)) for call in calls],
-        calls=[ToolCall(shortened(name_of(call), 200), True, late) for call in calls],
-    )
 
 
 def _bystander(text: str) -> EnvironmentFailure:

@@ -35,11 +35,6 @@ REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 TEXT_LIMIT = 2000  # maximum characters of an exception's message
 MASK = "env_mask"  # key of the mask: 1 for the model's tokens, 0 for others
 
-COPIED = (
-    "trainer.generate of a rollout function takes prompts with images as the function was given "
-    "them, no copies and no token ids."
-)
-
 
 class RolloutTrainer:
     """The part of TRL's trainer that rollout functions use."""
@@ -109,7 +104,10 @@ class RolloutTrainer:
         ids = self._ids(prompt)
         vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
         if vision is not None and _of_images(vision, ids):
-            raise TrainingError(COPIED)
+            raise TrainingError(
+                "trainer.generate of a rollout function takes prompts with images as the function "
+                "was given them, no copies and no token ids."
+            )
         return Prompt.from_ids(ids)
 
     def _ids(self, prompt: Any) -> list[int]:

@@ -16,13 +16,14 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli import data
-from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, encode, fill, unchanged
 from grpo_cli.errors import UserError, listed
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_yaml
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.settings import Reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +111,7 @@ def shipped_entry(name: str) -> dict[str, Any]:
     file = resources.files("grpo_cli.recipes").joinpath("benchmark", f"{name}.yaml")
     if not file.is_file():
         return {}
-    return dict(read_yaml(file)[name])
+    return dict(read_yaml(str(file))[name])
 
 
 def gold_columns(name: str, config: Benchmark) -> list[str]:
@@ -255,10 +256,6 @@ def refuse_bad_image(message: str) -> None:
 
 
 def rewards(config: Benchmark) -> dict[str, Reward]:
-    """Returns the benchmark's only reward, under its function's short name."""
-    return {short_name(config): Reward(function=config.reward, args=dict(config.args))}
-
-
-def short_name(config: Benchmark) -> str:
-    """Returns the name of the benchmark's reward: `math` also for my_package.my:math."""
-    return config.reward.rpartition(":")[2]
+    """Returns the benchmark's only reward, under its name: `math` also for my_package.my:math."""
+    name = config.reward.rpartition(":")[2]
+    return {name: Reward(function=config.reward, args=dict(config.args))}

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Benchmark, function_of, own_first
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.paired import paired
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import open_file, read_json, reading
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.settings import function_of, own_first
 
 USAGE = """\
 grpo eval compare A/eval.json B/eval.json [output=FILE]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Eval
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.programs import program_loop
@@ -21,6 +21,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
@@ -53,7 +54,7 @@ class Evaluator:
         self,
         progress: Callable[[int, str], None] = lambda done, text: None,
         state: TrainerState | None = None,
-        interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+        interruptible: Callable[[bool], AbstractContextManager[Any]] = nullcontext,
         journal: Journal | None = None,
         keep_groups: bool = False,
     ) -> list[TaskResult]:
@@ -62,7 +63,7 @@ class Evaluator:
         Args:
             progress: called with (number of problems done, name of the phase).
             state: the training run's state, for reward functions that take it.
-            interruptible: entered around the interruptible parts.
+            interruptible: entered around the interruptible parts, see `Interrupts`.
             journal: stores completions, and returns those stored before a restart.
             keep_groups: whether the main process's results hold all completions.
 
@@ -84,7 +85,7 @@ class Evaluator:
         task: Task,
         progress: Callable[[int, str], None],
         state: TrainerState | None,
-        interruptible: Callable[[], AbstractContextManager[None]],
+        interruptible: Callable[[bool], AbstractContextManager[Any]],
         journal: Journal | None,
         keep_groups: bool,
     ) -> TaskResult:
@@ -104,9 +105,8 @@ class Evaluator:
         for group in groups:
             session.add(group.rollouts)
 
-        # Episodes run in rounds that all processes join.
-        in_rounds = workers.runs_in_lockstep and self._episodes_of(task) is not None
-        with nullcontext() if in_rounds else interruptible(), self._sampled(task, own) as sampled:
+        leaving = interruptible(self._episodes_of(task) is not None)
+        with leaving, self._sampled(task, own) as sampled:
             for group in sampled:
                 done += workers.size
                 if task.benchmark is not None:
@@ -121,7 +121,7 @@ class Evaluator:
         groups.sort(key=lambda g: g.prompt_index)
         # Without progress in between, functions without a timeout get all completions in one call.
         size = CHUNK if task.stored is not None else max(len(groups), 1)
-        with interruptible(), workers.raise_together():
+        with interruptible(False), workers.raise_together():
             for start in range(0, len(groups), size):
                 chunk = groups[start : start + size]
                 session.finish([r for g in chunk for r in g.rollouts], self.tokenizer)
@@ -134,26 +134,22 @@ class Evaluator:
             if not key.startswith("time/")
         }
         everyones = [f for part in workers.gather(facts) for f in part]
-        self._check_environments(task, sum(f.unscored for f in everyones), groups)
+        episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
+        failed = sum(f.unscored for f in everyones)  # they count as wrong
+        if isinstance(episodes, EpisodeLoop) and failed > episodes.max_failed_share * total:
+            errors = [r.completion.env_error for g in groups for r in g.rollouts]
+            last = next(filter(None, reversed(errors)), "of another process")
+            raise TrainingError(
+                f"evaluation of {task.label}: the environments of {failed} of {total} episodes "
+                f"failed, more than environment.max_failed_share = {episodes.max_failed_share:g}; "
+                f"the last error: {last}"
+            )
         found = summarize(everyones, self.config, task.num_samples) | of_rewards
         kept: list[Group] = []
         if keep_groups:
             kept = [g for part in workers.gather_on_main(groups) for g in part]
             kept.sort(key=lambda g: g.prompt_index)
         return TaskResult(task, found, kept)
-
-    def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
-        """Raises a TrainingError if too many environments failed; their episodes count as wrong."""
-        episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
-        if not isinstance(episodes, EpisodeLoop) or failed <= episodes.max_failed_share * total:
-            return
-        errors = [r.completion.env_error for g in groups for r in g.rollouts]
-        last = next(filter(None, reversed(errors)), "of another process")
-        raise TrainingError(
-            f"evaluation of {task.label}: the environments of {failed} of {total} episodes failed, "
-            f"more than environment.max_failed_share = {episodes.max_failed_share:g}; the last "
-            f"error: {last}"
-        )
 
     def _sampled(
         self, task: Task, prompts: Sequence[tuple[int, Prompt]]

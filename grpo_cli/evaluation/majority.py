@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from grpo_cli.scoring.calls import RewardExecutor
 
 PROBLEM_SECONDS = 10.0  # limit for all comparisons of one problem
-CHUNK = 32  # texts per call
-CHUNK_SECONDS, TEXT_SECONDS = 5.0, 2.0  # per chunk; per text once its chunk timed out
+TEXT_SECONDS = 2.0  # limit for reading the answer of one text
 
 
 @dataclass(frozen=True)
@@ -113,21 +112,10 @@ def answers_in_pool(
     Args:
         reading: the reward's arguments `final` and `unclosed_think`, if they are set.
     """
-
-    def start(texts: Sequence[str], seconds: float) -> Future[CallResult]:
-        return _start(executor, "read", {"texts": list(texts), **reading}, seconds)
-
-    chunks = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
-    chunked = [start(chunk, CHUNK_SECONDS) for chunk in chunks]
-    found: list[str | None] = []
-    for chunk, future in zip(chunks, chunked, strict=True):
-        done = _awaited(future)
-        if done.error is None:
-            found += done.values
-            continue
-        single = [start([text], TEXT_SECONDS) for text in chunk]
-        found += [None if d.error is not None else d.values[0] for d in map(_awaited, single)]
-    return found
+    under_way = [
+        _start(executor, "read", {"text": text, **reading}, TEXT_SECONDS) for text in texts
+    ]
+    return [None if d.error is not None else d.values for d in map(_awaited, under_way)]
 
 
 def compare(answers: Sequence[str | None], right: Sequence[bool], **how: str) -> Ballot:
@@ -137,11 +125,12 @@ def compare(answers: Sequence[str | None], right: Sequence[bool], **how: str) ->
     return count(answers, right, functools.partial(same_answer, **how))
 
 
-def read(texts: Sequence[str], **reading: Any) -> list[str | None]:
-    """Returns the final answers of texts; called in a worker process."""
+def read(text: str, **reading: Any) -> str | None:
+    """Returns the final answer of a text; called in a worker process."""
     from grpo_cli.rewards.math import final_answer
 
-    return [final_answer(text, **reading) for text in texts]
+    found: str | None = final_answer(text, **reading)
+    return found
 
 
 def _start(

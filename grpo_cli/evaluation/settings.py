@@ -1,200 +1,207 @@
-"""Says which knobs an evaluation reads: others are refused, and eval.json records these.
-
-Knobs that only training reads are reset to their defaults before the recipe is checked, so that
-mistakes in them do not stop an evaluation.
-"""
+"""Declares the knobs of evaluations and benchmarks."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-
-from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.parsing import value_at
-from grpo_cli.config.schema import Benchmark, Recipe, Tools, knobs
-from grpo_cli.errors import UserError, listed
-
-# Keys of knobs and sections that only training reads.
-OF_TRAINING = [key for key, f in knobs() if f.metadata.get("training")]
-MEANT = {  # keys of training -> the keys that evaluation reads instead
-    "generation.temperature": "eval.temperature",
-    "generation.top_p": "eval.top_p",
-    "generation.num_generations": "eval.num_samples",
-}
-OF_SAMPLING = (  # read with eval.sampling=training
-    "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
-)  # fmt: skip
-# Without effect on an evaluation's numbers; the model is the checkpoint.
-WITHOUT_EFFECT = ("model.path", "generation.num_generations", "generation.max_num_seqs")
-OF_ANY_ROWS = ("dataset.max_pixels", "dataset.bad_rows")  # also of a benchmark's rows
-# Sections of the recipe's held-out rows, which benchmarks replace.
-OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
-# Keys that are read when stored completions are scored.
-READ_OF_COMPLETIONS = (
-    "benchmark.", "scoring.workers", "scoring.worker_memory_gb",
-    "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite",
-    "hydra.",
-)  # fmt: skip
-READ_OF_THEIR_BENCHMARK = (
-    "data", "subset", "split", "columns", "modes", "reward", "args", "breakdown",
-)  # fmt: skip
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
 
 
-def check_read(overrides: Sequence[str]) -> None:
-    """Refuses keys on the command line that only training reads."""
-    as_in_training = "eval.sampling=training" in overrides
-    for word in overrides:
-        key = key_set_by(word)
-        # An evaluation always resumes.
-        if word == "resume=auto" or (as_in_training and key in OF_SAMPLING):
-            continue
-        if key in MEANT:
-            raise UserError(f"{word}: is only read in training; evaluation reads {MEANT[key]}.")
-        inside = [f"{known}." for known in (*OF_TRAINING, "dataset.mixture")]
-        if f"{key}.".startswith(tuple(inside)) or key in OF_SAMPLING:
-            raise UserError(f"{word}: is only read in training.")
+@dataclass
+class Mode:
+    """The form in which the problems of a benchmark are put to the model."""
 
-
-def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
-    """Refuses keys of the held-out rows if benchmarks are evaluated instead."""
-    of_rows = [*(f"{section}." for section in OF_ROWS), "eval.accuracy"]
-    for word in overrides:
-        key = key_set_by(word)
-        if recipe.dataset.test_split_size is None and key.startswith("dataset.train"):
-            raise UserError(f"{word}: is only read in training.")
-        if recipe.benchmark and is_among(key, of_rows) and key not in OF_ANY_ROWS:
-            raise UserError(
-                f"{word}: is about the recipe's held-out rows, and benchmarks are evaluated in "
-                f"their place: {listed(recipe.benchmark)}."
-            )
-
-
-def check_read_of_completions(overrides: Sequence[str]) -> None:
-    """Refuses keys that are not read when stored completions are scored."""
-    for word in overrides:
-        key = key_set_by(word)
-        section, *rest = key.split(".")  # benchmark.NAME.KNOB
-        known: Sequence[str] = READ_OF_COMPLETIONS
-        of = ""
-        if section == "benchmark" and len(rest) > 1:
-            key, known, of = rest[1], READ_OF_THEIR_BENCHMARK, " of a benchmark"
-        if key and not is_among(key, known):
-            shown = listed(k.rstrip(".") for k in known if k != "hydra.")
-            raise UserError(
-                f"{word}: nothing is sampled with completions=FILE, and nothing reads it; what is "
-                f"read{of} is {shown}."
-            )
-
-
-def is_among(key: str, known: Sequence[str]) -> bool:
-    """Returns whether a key is in `known`, or in one of its sections."""
-    sections = tuple(k for k in known if k.endswith("."))
-    return key in known or f"{key}.".startswith(sections)
-
-
-def key_set_by(word: str) -> str:
-    """Returns the key that an override sets; "" for an option."""
-    return "" if word.startswith("-") else word.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
-def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Resets the knobs of a composed recipe that only training reads to their defaults.
-
-    generation.tools is also reset if no program is run, since a stored recipe may have run some.
-
-    Args:
-        overrides: the command line's overrides; knobs that they set and evaluation reads are kept.
-    """
-    defaults = OmegaConf.structured(Recipe())
-    with open_dict(cfg):
-        for key in OF_TRAINING:
-            OmegaConf.update(cfg, key, OmegaConf.select(defaults, key), merge=False)
-        given = [key_set_by(word) for word in overrides]
-        if not any(is_among(key, ["model.args."]) for key in given):
-            cfg.model.args = {}  # arguments of training's initial model
-        if "overwrite" not in given:
-            cfg.overwrite = False
-        tools_given = any(is_among(key, ["generation.tools."]) for key in given)
-        if not tools_given and not _runs_programs(cfg):
-            cfg.generation.tools = OmegaConf.structured(Tools())
-
-
-def without_unread_data(cfg: DictConfig) -> DictConfig:
-    """Returns a copy of a composed recipe without unread data and rewards."""
-    out = cfg.copy()
-    with open_dict(out):
-        if out.benchmark:  # evaluated instead of the recipe's own rows
-            out.reward, out.dataset.eval, out.dataset.held_out = {}, None, {}
-        if out.benchmark or out.dataset.test_split_size is None:
-            out.dataset.train = None
-            for part in filter(None, out.dataset.mixture.values()):
-                part.data = ""
-    return out
-
-
-def _runs_programs(cfg: DictConfig) -> bool:
-    """Returns whether a composed, unchecked recipe evaluates in a mode with tools."""
-    known = {name: mode.tools for name, mode in Benchmark().modes.items()}
-    return any(
-        OmegaConf.select(entry, f"modes.{mode}.tools", default=known.get(mode, False))
-        for entry in cfg.benchmark.values()
-        for mode in cfg.eval.mode
-        if entry is not None
+    prompt: str | None = knob(
+        None, "Prompt template over the row's columns; null: the benchmark has no such mode."
+    )
+    tools: bool = knob(False, "Run the programs that a completion contains while it is sampled.")
+    title: str | None = knob(None, "Heading of the mode in tables; null: its name.")
+    published: dict[str, float] = knob(
+        {}, "Published accuracies in percent by model, which tables show for comparison."
     )
 
 
-def settings(recipe: Recipe) -> dict[str, Any]:
-    """Returns the settings for eval.json.
-
-    `settings_hash` covers them: everything that the numbers depend on except the model, the data
-    and the code.
-    """
-    from grpo_cli.reporting.reporter import versions
-
-    values = dataclasses.asdict(recipe)
-    values["eval"]["temperature"] = recipe.evaluation_temperature
-    if recipe.eval.sampling != "training":
-        for key in ("temperature", "top_p", "top_k", "min_p"):
-            del values["generation"][key]
-    for key in (*OF_TRAINING, *WITHOUT_EFFECT):
-        section, _, name = key.rpartition(".")
-        if section:
-            del value_at(values, section)[name]
-    vllm = values["generation"]["vllm"]
-    values["generation"]["vllm"] = {k: vllm[k] for k in ("regex", "json_schema", "dtype")}
-    names = ["seed", "mixed_precision", "model", "eval", "generation"]
-    if recipe.benchmark:
-        defaults = as_recorded(Benchmark())
-        values["benchmark"] = {
-            name: {k: v for k, v in as_recorded(one).items() if v != defaults[k]}
-            for name, one in recipe.benchmark.items()
-        }
-        values["max_pixels"] = recipe.dataset.max_pixels
-        names += ["benchmark", "max_pixels"]
-    else:
-        names += OF_ROWS
-    report = {name: values[name] for name in names}
-    return {**as_text(report), "settings_hash": hash_of(report), "versions": versions()}
+IN_WORDS = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+MODES = {
+    "cot": Mode(IN_WORDS, title="Chain-of-Thought Reasoning"),
+    "tir": Mode(tools=True, title="Tool-Integrated Reasoning"),
+}
 
 
-def as_recorded(benchmark: Benchmark) -> dict[str, Any]:
-    """Returns a benchmark's settings that its numbers depend on, without titles and figures."""
-    values = dataclasses.asdict(benchmark)
-    del values["title"], values["column"]
-    modes = {
-        name: {"prompt": m.prompt, "tools": m.tools}
-        for name, m in benchmark.modes.items()
-        if m.prompt is not None
-    }
-    return {**values, "modes": modes}
+@dataclass
+class Benchmark:
+    """A published set of problems: its rows, its prompts, and how an answer is judged."""
+
+    title: str | None = knob(None, "Column heading in tables; null: the benchmark's name.")
+    column: int | None = at_least_1(
+        None, "Rank among the columns of a table; null: after those that have one."
+    )
+    data: str = knob(
+        "",
+        "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern or a folder of "
+        "such files, or pkg://package/file.",
+        rescoring=True,
+    )
+    subset: str | None = knob(None, "Configuration of the hub data set.", rescoring=True)
+    split: str = knob("test", "Split of a hub data set or a folder.", rescoring=True)
+    columns: dict[str, str] = knob(
+        {}, "Columns to rename before they are used, as new_name: old_name.", rescoring=True
+    )
+    modes: dict[str, Mode] = knob(
+        MODES,
+        "Modes that eval.mode can name; each has prompt, tools, title and published. cot (in "
+        "words) and tir (with programs that are run) are there, tir without a prompt.",
+        rescoring=True,
+    )
+    system: str | None = knob(None, "System prompt, for prompts that are chats.")
+    chat: bool | None = knob(
+        None, "Wrap the prompt in the tokenizer's chat template; null: if the tokenizer has one."
+    )
+    examples: list[Any] = knob(
+        [],
+        "Worked examples for the prompt: mappings of the columns that the templates name, "
+        "with `cot` or `tir`.",
+    )
+    shots: int = at_least_0(0, "Number of worked examples that precede the problem.")
+    reward: str = knob(
+        "math",
+        "Reward function that gives 1 to a correct answer (see `grpo rewards`).",
+        rescoring=True,
+    )
+    args: dict[str, Any] = knob(
+        {}, "Keyword arguments of the benchmark's reward function.", rescoring=True
+    )
+    breakdown: list[str] = knob(
+        [], "Columns by which the accuracy is also reported.", rescoring=True
+    )
+    max_completion_tokens: int | None = at_least_1(
+        None,
+        "Length limit of a completion, unless eval.max_completion_tokens is set; null: "
+        "generation.max_completion_tokens.",
+    )
+    stop: list[str] = knob(
+        [], "Texts that end a completion, such as the beginning of the next example."
+    )
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The prompt template of each mode that has one."""
+        return {name: mode.prompt for name, mode in self.modes.items() if mode.prompt is not None}
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Yields messages about values that are missing or contradict one another.
+
+        Args:
+            key: the full key of this entry.
+        """
+        if not self.data:
+            yield f"{key}.data: is missing; give a hub name or a file."
+        if not all(isinstance(example, dict) for example in self.examples):
+            yield (
+                f"{key}.examples: must be mappings of columns, with the solution under the name of "
+                "the mode."
+            )
+        elif self.shots > len(self.examples):
+            yield (
+                f"{key}.shots = {self.shots}: there are {len(self.examples)} examples; "
+                f"add some to {key}.examples."
+            )
 
 
-def hash_of(values: Any) -> str:
-    """Returns a 16-digit hexadecimal hash of values."""
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+@dataclass
+class Eval:
+    """Held-out evaluation, during training and by `grpo eval`."""
+
+    every: int = at_least_0(0, "Evaluate every N steps; 0: never during training.", training=True)
+    at_start: bool = knob(
+        True,
+        "Evaluate before the first step; after the last step a run always evaluates.",
+        training=True,
+    )
+    accuracy: str | None = knob(
+        None,
+        "Reward function whose value 1 counts as correct; null: the recipe's first reward of your "
+        "own, or the first of all.",
+        rows="own",
+    )
+    num_samples: int = at_least_1(1, "Completions per held-out row or problem.")
+    sampling: str = knob(
+        "own",
+        "Sampling settings of evaluation: eval.temperature and eval.top_p (own), or temperature, "
+        "top_p, top_k and min_p of generation, without their schedules (training).",
+        choices=("own", "training"),
+    )
+    temperature: float | None = at_least_0(
+        None,
+        "Sampling temperature of evaluation; 0: greedy; null: 0 for one completion per row, "
+        "0.7 for several.",
+        read_if=("eval.sampling", "own"),
+    )
+    top_p: float = above_0(
+        1.0,
+        "Sample only from the most likely tokens that hold this share of the probability, in "
+        "evaluation.",
+        le=1,
+    )
+    max_completion_tokens: int | None = at_least_1(
+        None, "Length limit of a completion in evaluation; null: generation.max_completion_tokens."
+    )
+    mode: list[str] = knob(
+        ["cot"],
+        "Modes in which benchmarks are solved: in words (cot), or with programs that are run "
+        "(tir).",
+        rescoring=True,
+    )
+    metric: list[str] = knob(
+        [],
+        "Metrics over several completions of a row: mean accuracy, pass@k, maj@k; empty: all.",
+        choices=("mean", "pass", "maj"),
+        rescoring=True,
+    )
+    k: list[int] = at_least_1(
+        [],
+        "Values of k in pass@k and maj@k; empty: the powers of 2 up to eval.num_samples, and "
+        "eval.num_samples.",
+        rescoring=True,
+    )
+    limit: int | None = at_least_1(
+        None, "Use only the first N rows of every benchmark.", rescoring=True
+    )
+    best: str = knob(
+        "accuracy",
+        "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
+        "names it, such as gsm8k/maj@8.",
+        training=True,
+    )
+    patience: int = at_least_0(
+        0, "End the run after this many evaluations in a row without a new best; 0: never.",
+        read_if=("eval.every",), training=True,
+    )  # fmt: skip
+
+    @property
+    def drawn_at(self) -> float:
+        """The sampling temperature of evaluation, with its default resolved."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.num_samples == 1 else 0.7
+
+    def problems(self) -> Iterator[str]:
+        """Yields messages about values that contradict one another."""
+        for key, value in (("metric", self.metric), ("k", self.k)):
+            if value and self.num_samples == 1:
+                yield f"eval.{key} = {value}: is only read with eval.num_samples above 1."
+        if too_large := [k for k in self.k if k > self.num_samples > 1]:
+            yield (
+                f"eval.k = {too_large[0]}: must be <= eval.num_samples = {self.num_samples}, the "
+                "completions that there are."
+            )
+        if self.k and self.metric == ["mean"]:
+            yield "eval.k: is only read with eval.metric = pass or maj; it is mean."
+        if not self.mode:
+            yield "eval.mode: is empty; give one or more, such as cot,tir."
+        for key in ("mode", "metric", "k"):
+            values = getattr(self, key)
+            if len(set(values)) < len(values):
+                yield f"eval.{key} = {values}: names one of them twice."

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli import data
-from grpo_cli.config.schema import Benchmark
 from grpo_cli.data import images
 from grpo_cli.data.rows import check_columns, columns_named
 from grpo_cli.data.stored_completions import Sample
@@ -26,6 +25,7 @@ from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
@@ -85,7 +85,14 @@ def load(
 
     path = find_file(path, "completions")
     samples = _of_task(load_file(path, columns, "completions"), path, name, mode)
-    samples = _with_canonical_names(samples, config)
+    there = samples[0].columns
+    # Columns with the source's names get the benchmark's, unless these are taken.
+    names = {old: new for new, old in config.columns.items() if old in there and new not in there}
+    if names:
+        samples = [
+            dataclasses.replace(s, columns={names.get(n, n): c for n, c in s.columns.items()})
+            for s in samples
+        ]
     there = samples[0].columns
     function = registry.resolve(config.reward, f"benchmark.{name}.reward")
     needs_ids = "completion_ids" in registry.Signature.of(function).needed_standard
@@ -146,25 +153,6 @@ def _of_task(
                 f"completions = {path}: those of {name} are of mode {listed(modes)}, not {mode}."
             )
     return samples
-
-
-def _with_canonical_names(samples: Sequence[Sample], config: Benchmark) -> Sequence[Sample]:
-    """Renames columns with the source's names, unless the new names are taken.
-
-    Columns that the user renames in this file have already been renamed.
-    """
-    there = samples[0].columns
-    new_names = {
-        old: new for new, old in config.columns.items() if old in there and new not in there
-    }
-    if not new_names:
-        return samples
-    return [
-        dataclasses.replace(
-            s, columns={new_names.get(name, name): cell for name, cell in s.columns.items()}
-        )
-        for s in samples
-    ]
 
 
 def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
@@ -255,7 +243,14 @@ def _joined(
     """
     keys = ("row", "id") if "id" in rows.columns else ("row",)
     key, total = next((key for key in keys if _has(samples[0], key)), None), len(rows.rows)
-    by_id = _rows_by_id(rows, path) if key == "id" else {}  # first: equal ids look like one problem
+    by_id: dict[str, int] = {}
+    # Before completions are grouped: equal ids look like one problem.
+    for number, cell in enumerate(rows.column("id") if key == "id" else ()):
+        if cell is not None and by_id.setdefault(str(cell), number) != number:
+            raise UserError(
+                f"completions = {path}: rows {by_id[str(cell)]} and {number} of {rows.source} have "
+                f"the same id, {cell!r}; give the number of the row in a column `row`."
+            )
     groups = _by_problem(samples, path)
     if key is None and len(groups) not in (total, min(limit or total, total)):
         needed = benchmarks.needed_columns(name, config)[0]
@@ -284,22 +279,6 @@ def _joined(
             )
         problems.append((number, dict(row), group))
     return problems
-
-
-def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
-    """Returns id (as text) -> row number of the rows that have an id.
-
-    Raises:
-        UserError: two rows have the same id.
-    """
-    by_id: dict[str, int] = {}
-    for number, cell in enumerate(rows.column("id")):
-        if cell is not None and by_id.setdefault(str(cell), number) != number:
-            raise UserError(
-                f"completions = {path}: rows {by_id[str(cell)]} and {number} of {rows.source} have "
-                f"the same id, {cell!r}; give the number of the row in a column `row`."
-            )
-    return by_id
 
 
 def _problem_text(

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_cli.config.schema import Eval
 from grpo_cli.evaluation.estimates import Estimate, estimate, maj_at_k, pass_at_k
 from grpo_cli.evaluation.majority import Ballot
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
 from grpo_cli.reporting.rollout_metrics import mean
@@ -92,13 +92,6 @@ def rights_of(group: Group, name: str) -> list[bool]:
     return [r.reward_parts[name] == 1 for r in group.rollouts]
 
 
-def maj_at(problem: ProblemStats, k: int) -> float:
-    """Returns a problem's maj@k; its votes must have been counted."""
-    assert problem.votes is not None, "counted"
-    abstained = len(problem.right) - sum(problem.votes)
-    return maj_at_k(problem.votes, problem.right_votes, abstained, k)
-
-
 def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[str, float]:
     """Returns a task's numbers; NAME_low and NAME_high are the ends of NAME's 95 % interval.
 
@@ -134,9 +127,13 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
             put(f"mean@{n}", accuracies)
         for k in ks if "pass" in kinds else ():
             put(f"pass@{k}", [pass_at_k(sum(p.right), len(p.right), k) for p in problems])
-        if "maj" in kinds and all(p.votes is not None for p in problems):
-            for k in ks:
-                put(f"maj@{k}", [maj_at(p, k) for p in problems])
+        voted = [
+            (v, p.right_votes, len(p.right) - sum(v))
+            for p in problems
+            if (v := p.votes) is not None
+        ]
+        for k in ks if "maj" in kinds and len(voted) == len(problems) else ():
+            put(f"maj@{k}", [maj_at_k(*votes, k) for votes in voted])
     calls = sum(sum(p.calls) for p in problems)
     if calls:
         metrics["tool_calls"] = calls / completions

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_cli.config.schema import Mode
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.errors import UserError
+from grpo_cli.evaluation.settings import Mode
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.files import read_json
 from grpo_cli.reporting.reporter import (
@@ -200,13 +200,14 @@ def markdown(subject: str, results: Sequence[TaskResult]) -> str:
         for other in dict.fromkeys(model for name in names for model in modes[name].published):
             published = [modes[name].published.get(other) for name in names]
             text.append(_line(other, ["–" if v is None else f"{v:.1f}%" for v in published]))
-        text.append(_line(model, [_accuracy(own[n]) if n in own else "–" for n in names]))
+        found = {
+            n: [100 * m[f"accuracy{end}"] for end in ("", "_low", "_high")] for n, m in own.items()
+        }
+        shown = {
+            n: f"{value:.1f}% [{low:.1f}, {high:.1f}]" for n, (value, low, high) in found.items()
+        }
+        text.append(_line(model, [shown.get(name, "–") for name in names]))
     return "\n".join(text) + "\n"
-
-
-def _accuracy(metrics: Mapping[str, float]) -> str:
-    value, low, high = (100 * metrics[f"accuracy{end}"] for end in ("", "_low", "_high"))
-    return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
 
 def _line(head: str, cells: Sequence[str]) -> str:

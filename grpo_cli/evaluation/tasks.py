@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Benchmark, Recipe, Tools
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.environments.program_calls import describe
 from grpo_cli.evaluation import benchmarks
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.evaluation.stored_completions import StoredGroups
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.settings import Tools
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt

@@ -28,7 +28,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.config.schema import Recipe
+    from grpo_cli.config.recipe import Recipe
     from grpo_cli.distributed.workers import Workers
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_module
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed, nearest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from grpo_cli.config.schema import Generation
+    from grpo_cli.generation.settings import Generation
 
 # Logits per CPU thread that `choose` processes at a time, so that they stay in cache.
 CACHED = 2**18

@@ -24,11 +24,12 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config import sources
 from grpo_cli.config.parsing import first_line
-from grpo_cli.config.schema import Adapter
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import full_tensor, offload
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.files import read_json
 from grpo_cli.models import quantization
+from grpo_cli.models.settings import Adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -93,6 +94,27 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
     return config
 
 
+def config_for(recipe: Recipe) -> LoraConfig | None:
+    """Returns peft's config of the recipe's adapter, new or of `adapter.path`; None without one.
+
+    Raises:
+        UserError: peft is missing or does not take the settings, or there is no such adapter.
+    """
+    adapter = recipe.adapter
+    if adapter.method == "none":
+        return None
+    require()
+    if adapter.path is None:
+        return config_of(adapter, recipe.model.path or "", recipe.model.revision)
+    folder = Path(adapter.path).expanduser()
+    if not sources.is_adapter(folder):
+        raise UserError(
+            f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
+            "adapter_model.safetensors."
+        )
+    return read_config(folder)
+
+
 def check_form(config: LoraConfig, where: str) -> None:
     """Checks that an adapter can be saved and merged without a change of its outputs.
 
@@ -107,20 +129,6 @@ def check_form(config: LoraConfig, where: str) -> None:
         raise UserError(
             f"{where}: the init {config.init_lora_weights} is random and changes the model under "
             "the adapter, so that the saved adapter would fit no model; use pissa."
-        )
-
-
-def check_init(config: LoraConfig, where: str) -> None:
-    """Checks that an adapter can begin on a quantized model.
-
-    Raises:
-        UserError: its initial weights depend on the model's weights, or change them.
-    """
-    if config.init_lora_weights not in INIT_WITHOUT_BASE:
-        raise UserError(
-            f"{where}: is made from the weights of the model under the adapter, which are "
-            "quantized; use adapter.args.init_lora_weights=gaussian or true, or "
-            "model.quantization=none."
         )
 
 
@@ -145,6 +153,14 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()
+
+
+def attach_new(
+    model: PreTrainedModel, adapter: Adapter, base: str, revision: str | None, seed: int
+) -> None:
+    """Adds the recipe's new adapter, if it has one; see `config_of` and `attach`."""
+    if adapter.method != "none":
+        attach(model, config_of(adapter, base, revision), seed)
 
 
 def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:

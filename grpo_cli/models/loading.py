@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -17,13 +17,15 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.config import sources
-from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
-from grpo_cli.config.schema import Model
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.files import read_json, read_text
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
-from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
+from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
+from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 
 # Exceptions that transformers raises for an invalid model or argument.
@@ -34,6 +36,57 @@ FAILURES = (
 TRAINABLE = ("float32", "bfloat16", "float16")
 
 transformers.utils.logging.disable_progress_bar()  # the run has its own progress display
+
+
+class LoadedModel(NamedTuple):
+    """A model on the host, with what turns text and images into its inputs."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vision: VisionProcessor | None  # None: the model reads text only
+    processor: Any  # saved in checkpoints: the image processor, or the tokenizer of a text model
+
+
+def load_model(
+    path: str, recipe: Recipe, workers: Workers, say: Callable[[str], None], *, trains: bool
+) -> LoadedModel:
+    """Loads the recipe's model from a folder or the hub, with its adapter.
+
+    If the model is to be sharded, only the main process loads weights.
+
+    Args:
+        trains: whether the model is trained, so that parts of it are frozen.
+    """
+    model, tokenizer = load(
+        recipe.model,
+        path,
+        weights=workers.is_main or not workers.runs_in_lockstep,
+        trains=trains,
+        half_type=workers.half_type,
+    )
+    vision = None
+    processor: Any = tokenizer
+    try:
+        vision = load_vision(recipe.model, path, tokenizer)
+    except UserError as error:  # a text-only run does not need it
+        say(f"note: {error} The model reads text only.")
+        processor = UnloadedProcessor(base_of(recipe.model, path)[1], tokenizer)
+    if recipe.model.freeze and trains:
+        frozen = freeze(model, recipe.model.freeze)
+        say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
+    if recipe.adapter.path is not None:
+        folder = Path(recipe.adapter.path).expanduser()
+        adapters.load(model, folder, trained=True)
+        base = read_json(folder / adapters.CONFIG).get("base_model_name_or_path")
+        if base and sources.absolute(base) != sources.absolute(path):
+            say(
+                f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "
+                f"model.path = {path}; the shapes agree, the weights may differ"
+            )
+    else:
+        seed = derive_seed(recipe.seed, "adapter") % 2**32
+        adapters.attach_new(model, recipe.adapter, path, recipe.model.revision, seed)
+    return LoadedModel(model, tokenizer, vision, vision or processor)
 
 
 def load(

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo_cli.config.schema import ADAM, Optimizer, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.models.settings import ADAM, Optimizer
 
 if TYPE_CHECKING:  # errors in a recipe are reported before transformers is imported
     from transformers import PreTrainedModel

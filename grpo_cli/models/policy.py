@@ -5,39 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from grpo_cli.config import sources
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import norm_of
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
-from grpo_cli.files import read_json
 from grpo_cli.models import adapters, loading, optimizers
+from grpo_cli.models.loading import LoadedModel
 from grpo_cli.models.memory import MicroBatchBudget, own_part
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient
-from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
-from grpo_cli.random_streams import derive_seed
 
 COMPILE_BACKEND = "inductor"  # torch.compile's backend; the others generate no code
-
-
-class LoadedModel(NamedTuple):
-    """A model on the host, with what turns text and images into its inputs."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    vision: VisionProcessor | None  # None: the model reads text only
-    processor: Any  # saved in checkpoints: the image processor, or the tokenizer of a text model
 
 
 class Policy:
@@ -200,45 +187,3 @@ def make_logprobs(
         say=say,
         agree_on=workers.agree,
     )
-
-
-def load_model(
-    path: str, recipe: Recipe, workers: Workers, say: Callable[[str], None], *, trains: bool
-) -> LoadedModel:
-    """Loads the recipe's model from a folder or the hub, with its adapter.
-
-    If the model is to be sharded, only the main process loads weights.
-
-    Args:
-        trains: whether the model is trained, so that parts of it are frozen.
-    """
-    model, tokenizer = loading.load(
-        recipe.model,
-        path,
-        weights=workers.is_main or not workers.runs_in_lockstep,
-        trains=trains,
-        half_type=workers.half_type,
-    )
-    vision = None
-    processor: Any = tokenizer
-    try:
-        vision = loading.load_vision(recipe.model, path, tokenizer)
-    except UserError as error:  # a text-only run does not need it
-        say(f"note: {error} The model reads text only.")
-        processor = UnloadedProcessor(loading.base_of(recipe.model, path)[1], tokenizer)
-    if recipe.model.freeze and trains:
-        frozen = loading.freeze(model, recipe.model.freeze)
-        say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
-    if recipe.adapter.path is not None:
-        folder = Path(recipe.adapter.path).expanduser()
-        adapters.load(model, folder, trained=True)
-        base = read_json(folder / adapters.CONFIG).get("base_model_name_or_path")
-        if base and sources.absolute(base) != sources.absolute(path):
-            say(
-                f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "
-                f"model.path = {path}; the shapes agree, the weights may differ"
-            )
-    elif recipe.adapter.method != "none":
-        config = adapters.config_of(recipe.adapter, path, recipe.model.revision)
-        adapters.attach(model, config, derive_seed(recipe.seed, "adapter") % 2**32)
-    return LoadedModel(model, tokenizer, vision, vision or processor)

@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp, heartbeat
@@ -293,30 +292,9 @@ class PolicyLogprobs:
     def _with_gradient(
         self, mode: ForwardMode, rollouts: Sequence[Rollout], temperature: float
     ) -> Outcome:
-        """Computes log-probabilities, and the gradient of a signed sum of them for one weight."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if not trained:
-            return Outcome.of(rollouts, self._by(mode, rollouts, temperature)[0])
-        # The gradient of a norm in the first layer depends on all layers. So does that of an
-        # adapter's matrix B; that of A is 0 as long as B is 0.
-        of_adapter = (p for name, p in self.model.named_parameters() if ".lora_B." in name)
-        norms = (p for p in trained if p.ndim == 1)
-        first = next(of_adapter, None)
-        first = next(norms, trained[0]) if first is None or not first.requires_grad else first
-        with torch.enable_grad(), recomputing(self.model):
-            logprobs, _ = self._by(mode, rollouts, temperature)
-            signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
-            if not logprobs.requires_grad:  # the adapter is switched off
-                return Outcome.of(rollouts, logprobs)
-            mixed = (logprobs * signs.view_as(logprobs)).sum()
-            if fsdp.is_sharded(self.model):  # the backward sums gradients over processes
-                mixed.backward()  # type: ignore[no-untyped-call]
-                gradient = None if first.grad is None else fsdp.full_tensor(first.grad)
-                self.model.zero_grad()
-            else:
-                (gradient,) = torch.autograd.grad(mixed, first, allow_unused=True)
-        gradient = None if gradient is None else gradient.double()
-        return Outcome.of(rollouts, logprobs.detach(), gradient)
+        return self_check.with_gradient(
+            self.model, rollouts, lambda: self._by(mode, rollouts, temperature)[0]
+        )
 
     def _by(
         self,
@@ -337,7 +315,8 @@ class PolicyLogprobs:
                 router_logits = stack.enter_context(self.routers.recording())
             stack.enter_context(self.autocast())
             stack.enter_context(explained())
-            self._compile(mode.compiled)
+            if self.compile_backend is not None:
+                compile_layers(self.model, mode.compiled, self.compile_backend)
             if mode.chunked:
                 flat = fsdp.within(
                     self.model,
@@ -353,30 +332,17 @@ class PolicyLogprobs:
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
             fsdp.offload(self.model)
-        shape = len(rollouts), max(len(r.completion.ids) for r in rollouts)
-        places = packing.as_places(sampled_places(rollouts), device)  # [T] in [B · C]
-
-        def rows(values: Tensor) -> Tensor:  # [T] -> [B, C]
-            return values.new_zeros(math.prod(shape)).index_copy(0, places, values).view(shape)
-
-        return rows(flat[0]), None if flat[1] is None else rows(flat[1])
-
-    def _compile(self, compiled: bool) -> None:
-        """Compiles the decoder layers' forwards, or restores the originals."""
-        for layer in fsdp.layers(self.model) if self.compile_backend is not None else ():
-            if not compiled:
-                layer.__dict__.pop("forward", None)
-            elif "forward" not in layer.__dict__:
-                assert self.compile_backend is not None, "else there are no layers here"
-                torch._dynamo.config.recompile_limit = MOST_VARIANTS  # no argument in torch 2.11
-                layer.forward = torch.compile(  # type: ignore[method-assign]
-                    layer.forward, dynamic=True, backend=self.compile_backend
-                )
+        logprobs, entropies = flat
+        return in_rows(logprobs, rollouts), entropies if entropies is None else in_rows(
+            entropies, rollouts
+        )
 
     def _chunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = self.model.base_model(**self._arguments(inputs)).last_hidden_state.flatten(0, 1)
+        hidden = self.model.base_model(
+            **arguments_of(self.model, inputs)
+        ).last_hidden_state.flatten(0, 1)
         return linear_logprobs(
             hidden[inputs.predictors],  # [T, H]
             Head.of(self.model),
@@ -392,12 +358,14 @@ class PolicyLogprobs:
         predictors = inputs.predictors
         if inputs.layout is not None:
             keep = {"logits_to_keep": predictors}
-            logits = self.model(**self._arguments(inputs), **keep).logits[0]  # [T, V]
+            logits = self.model(**arguments_of(self.model, inputs), **keep).logits[0]  # [T, V]
         else:
             width = inputs.input_ids.shape[1]
             row, column = predictors // width, predictors % width
             first = int(column.min()) if len(column) else width - 1
-            kept = self.model(**self._arguments(inputs), logits_to_keep=width - first).logits
+            kept = self.model(
+                **arguments_of(self.model, inputs), logits_to_keep=width - first
+            ).logits
             logits = kept[row, column - first]  # [T, V]
         logprobs = token_logprobs(logits, inputs.targets, temperature)
         if not entropy:
@@ -405,18 +373,38 @@ class PolicyLogprobs:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             return logprobs, token_entropy(logits, temperature)
 
-    def _arguments(self, inputs: packing.Inputs) -> dict[str, Any]:
-        """Returns the arguments of the model's forward."""
-        shared: dict[str, Any] = {
-            "input_ids": inputs.input_ids,
-            "use_cache": False,
-            **inputs.arguments,
-            **without_router_logits(self.model),
-        }
-        if inputs.layout is None:
-            return shared | {"attention_mask": inputs.attention_mask}
-        mask = attention.no_mask(inputs.input_ids.device)
-        return shared | {"attention_mask": mask, "attending": inputs.layout}
+
+def in_rows(values: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns the values [T] of sampled tokens as rows [B, C], 0 at other places."""
+    shape = len(rollouts), max(len(r.completion.ids) for r in rollouts)
+    places = packing.as_places(sampled_places(rollouts), values.device)  # [T] in [B · C]
+    return values.new_zeros(math.prod(shape)).index_copy(0, places, values).view(shape)
+
+
+def compile_layers(model: PreTrainedModel, compiled: bool, backend: str) -> None:
+    """Compiles the decoder layers' forwards, or restores the originals."""
+    for layer in fsdp.layers(model):
+        if not compiled:
+            layer.__dict__.pop("forward", None)
+        elif "forward" not in layer.__dict__:
+            torch._dynamo.config.recompile_limit = MOST_VARIANTS  # no argument in torch 2.11
+            layer.forward = torch.compile(  # type: ignore[method-assign]
+                layer.forward, dynamic=True, backend=backend
+            )
+
+
+def arguments_of(model: PreTrainedModel, inputs: packing.Inputs) -> dict[str, Any]:
+    """Returns the arguments of the model's forward."""
+    shared: dict[str, Any] = {
+        "input_ids": inputs.input_ids,
+        "use_cache": False,
+        **inputs.arguments,
+        **without_router_logits(model),
+    }
+    if inputs.layout is None:
+        return shared | {"attention_mask": inputs.attention_mask}
+    mask = attention.no_mask(inputs.input_ids.device)
+    return shared | {"attention_mask": mask, "attending": inputs.layout}
 
 
 def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -438,29 +426,6 @@ def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
             )
             shortened.append(Rollout(prompt, beginning, ""))
     return shortened
-
-
-@contextlib.contextmanager
-def recomputing(model: nn.Module) -> Iterator[None]:
-    """Enables gradient checkpointing in evaluation mode, in which transformers skips it.
-
-    A layer that applies dropout itself is skipped, since its dropout would become active.
-    """
-    layers = [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, GradientCheckpointingLayer)
-        and layer.gradient_checkpointing
-        and not layer.training
-        and not any(isinstance(v, float) and v for k, v in vars(layer).items() if "drop" in k)
-    ]
-    for layer in layers:
-        layer.training = True  # not layer.train(), which would also set its children
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
 
 
 @contextlib.contextmanager

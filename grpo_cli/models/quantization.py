@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from grpo_cli.errors import UserError
 
 if TYPE_CHECKING:
-    from grpo_cli.config.schema import Model
+    from grpo_cli.models.settings import Model
 
 BLOCK = 64  # weights of nf4 that share a scale
 

@@ -16,13 +16,14 @@ constant separates errors from rounding there, so the check has two parts:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.distributed import fsdp
 from grpo_cli.records import Rollout, sampled_mask
@@ -197,3 +198,59 @@ class _Cast:
 
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+
+
+def with_gradient(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], compute: Callable[[], Tensor]
+) -> Outcome:
+    """Returns log-probabilities, and the gradient of a signed sum of them for one weight.
+
+    Args:
+        compute: returns the log-probabilities [B, C] of the rollouts.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return Outcome.of(rollouts, compute())
+    # The gradient of a norm in the first layer depends on all layers. So does that of an
+    # adapter's matrix B; that of A is 0 as long as B is 0.
+    of_adapter = (p for name, p in model.named_parameters() if ".lora_B." in name)
+    norms = (p for p in trained if p.ndim == 1)
+    first = next(of_adapter, None)
+    first = next(norms, trained[0]) if first is None or not first.requires_grad else first
+    with torch.enable_grad(), recomputing(model):
+        logprobs = compute()
+        signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
+        if not logprobs.requires_grad:  # the adapter is switched off
+            return Outcome.of(rollouts, logprobs)
+        mixed = (logprobs * signs.view_as(logprobs)).sum()
+        if fsdp.is_sharded(model):  # the backward sums gradients over processes
+            mixed.backward()  # type: ignore[no-untyped-call]
+            gradient = None if first.grad is None else fsdp.full_tensor(first.grad)
+            model.zero_grad()
+        else:
+            (gradient,) = torch.autograd.grad(mixed, first, allow_unused=True)
+    gradient = None if gradient is None else gradient.double()
+    return Outcome.of(rollouts, logprobs.detach(), gradient)
+
+
+@contextlib.contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Enables gradient checkpointing in evaluation mode, in which transformers skips it.
+
+    A layer that applies dropout itself is skipped, since its dropout would become active.
+    """
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+        and layer.gradient_checkpointing
+        and not layer.training
+        and not any(isinstance(v, float) and v for k, v in vars(layer).items() if "drop" in k)
+    ]
+    for layer in layers:
+        layer.training = True  # not layer.train(), which would also set its children
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

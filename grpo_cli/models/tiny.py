@@ -26,10 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.config.cache import cache_dir
-from grpo_cli.config.schema import BUILT_CONTEXT, Build
 from grpo_cli.data import conversations
 from grpo_cli.images import StoredImage
 from grpo_cli.models import tiny_vision
+from grpo_cli.models.settings import BUILT_CONTEXT, Build
 from grpo_cli.models.vision import VisionProcessor, image_arguments
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt

@@ -13,8 +13,8 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from grpo_cli.config.schema import Build
 from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.models.settings import Build
 from grpo_cli.models.vision import VisionProcessor
 
 IMAGE_SIZE, PATCH_SIZE, HIDDEN_SIZE = 32, 4, 64  # pixels, pixels, width of the tower

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -346,29 +346,6 @@ def copy_files(path: str, names: Iterable[str], folder: str | Path) -> None:
         )
         if file is not None:
             shutil.copyfile(file, Path(folder, name))
-
-
-def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
-    """Returns a function that checks whether a prompt's images can be read, and caches them.
-
-    Args:
-        say: prints a line for a prompt with unreadable images; None: raise a TrainingError.
-    """
-
-    def is_sound(prompt: Prompt) -> bool:
-        try:
-            if prompt.vision is not None:
-                prompt.vision.inputs(prompt.images)
-        except ImageError as error:
-            if say is None:
-                raise TrainingError(
-                    f"{error}. dataset.bad_rows=drop leaves such rows out; resume=auto continues."
-                ) from error
-            say(f"note: {error}; another prompt takes its place")
-            return False
-        return True
-
-    return is_sound
 
 
 def has_images(prompts: Iterable[Prompt]) -> bool:

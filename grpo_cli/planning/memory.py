@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.models.memory import MOST_ROWS, cache_tokens_in, tokens_in
 from grpo_cli.models.optimizers import EIGHT_BIT, state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES

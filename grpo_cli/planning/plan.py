@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.planning.memory import Job, Stages, largest_micro_batch, memory, micro_batch_tokens
 from grpo_cli.planning.sizes import sizes_of

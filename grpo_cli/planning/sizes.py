@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_cli.config.schema import HALF_TYPES, Adapter, Model, Recipe
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.distributed.settings import HALF_TYPES
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.activation_bytes import saved_bytes, without_checkpointing
 from grpo_cli.models.memory import cache_numbers
+from grpo_cli.models.settings import Adapter, Model
 
 LENGTHS = (8, 16)  # tokens of the two passes; short, since a mask grows with their square
 
@@ -140,13 +142,10 @@ def _traced_layers(
     kernel = settings.attn_implementation
     model = _built(config, dtype, {"attn_implementation": kernel} if kernel else {})
     loading.prepare_for_training(model, settings)
-    trained = 0
-    if adapter.method != "none":
-        args = {key: v for key, v in adapter.args.items() if key != "init_lora_weights"}
-        plain = replace(adapter, path=None, args=args)
-        with torch.device("meta"):
-            adapters.attach(model, adapters.config_of(plain, "plan", None), 0)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    args = {key: v for key, v in adapter.args.items() if key != "init_lora_weights"}
+    with torch.device("meta"):
+        adapters.attach_new(model, replace(adapter, path=None, args=args), "plan", None, 0)
+    trained = sum(p.numel() for p in adapters.tensors_of(model).values())
     logging.disable(logging.ERROR)  # torch logs an operation that it cannot trace
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,21 +1,147 @@
 """Warns when a run goes wrong, without ending it; docs/alarms.md defines each alarm.
 
-An alarm is a rule (`watches.py`) for one number of a step, with a sentence. It is raised once per
-episode: it is printed, and written as a line of alarms.jsonl. To add an alarm, add an entry below
-and its row to docs/alarms.md.
+An alarm is a rule for one number of a step, with a sentence:
+
+    Level   the value is beyond a fixed limit
+    Shift   the value is far from the median of earlier steps of this run
+
+A rule holds once its condition is met in `steps` measurements in a row. It holds until the metric
+has been back in its usual range for as many measurements. That range is narrower than the
+condition, so that a metric that swings around the limit causes one episode, not many. A step in
+which the metric was not measured changes nothing. An alarm is raised once per episode: it is
+printed, and written as a line of alarms.jsonl. To add one, add an entry below and its row to
+docs/alarms.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_cli.algorithm.loss import STALENESS
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
-from grpo_cli.reporting.watches import Level, Metrics, Shift, State, Value, Watch
+
+if TYPE_CHECKING:
+    from grpo_cli.training.callbacks import Event
+
+Metrics = Mapping[str, float]
+Value = Callable[[Metrics], float | None]  # the number of a step; None: it was not measured
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A measured value against the limits of its rule."""
+
+    value: float
+    is_beyond: bool
+    is_usual: bool  # far enough from the limit for the episode to end
+    usual: float = math.nan  # the median of earlier steps, for a Shift
+
+
+@dataclass
+class State:
+    """The progress of a rule, which a checkpoint stores."""
+
+    rule: str = ""  # its parameters; a rule with other ones starts over
+    values: list[float] = field(default_factory=list)  # earlier values, for a Shift
+    beyond: int = 0  # measurements in a row
+    usual: int = 0
+    holds: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value is beyond a fixed limit: at or above `above`, or at or below `below`.
+
+    Args:
+        calm: limit that ends an episode when the value crosses it; None: the limit itself.
+        steps: measurements in a row.
+    """
+
+    above: float = math.inf
+    below: float = -math.inf
+    calm: float | None = None
+    steps: int = 1
+
+    def judge(self, value: float, state: State) -> Judgement:
+        """Compares a value with the limit."""
+        limit = self.above if self.above < math.inf else self.below
+        calm = limit if self.calm is None else self.calm
+        if self.above < math.inf:
+            return Judgement(value, value >= limit, value < calm)
+        return Judgement(value, value <= limit, value > calm)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A value is far from the median of earlier values.
+
+    The limit is the larger of median · factor and median + added. With a factor below 1 it is
+    median · factor, and smaller values are beyond it. An episode ends half way back to the median.
+    Values beyond the limit do not enter the window, since a lasting change would then become usual.
+
+    Args:
+        added: smallest difference to the median, in the metric's unit.
+        window: number of earlier values.
+        first: the window holds the first values of the run rather than the last ones.
+        least: number of earlier values below which nothing is judged.
+        steps: measurements in a row.
+    """
+
+    factor: float
+    added: float = 0.0
+    window: int = 50
+    first: bool = False
+    least: int = 10
+    steps: int = 3
+
+    def judge(self, value: float, state: State) -> Judgement | None:
+        """Compares a value with the limit; returns None if earlier values give no limit."""
+        usual = median(state.values) if len(state.values) >= self.least else math.nan
+        if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
+            return None
+        if self.factor < 1:
+            limit = usual * self.factor
+            return Judgement(value, value < limit, value > (usual + limit) / 2, usual)
+        limit = max(usual * self.factor, usual + self.added)
+        return Judgement(value, value > limit, value < (usual + limit) / 2, usual)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A rule for one number of a step."""
+
+    name: str
+    rule: Level | Shift
+    value: str | Value  # a metric, or a number that is computed from several
+    text: str = ""  # sentence of an alarm, in which {value} and {usual} are filled in
+
+    def follow(self, state: State, metrics: Metrics) -> Judgement | None:
+        """Follows one step; returns the judgement if an episode begins, else None."""
+        value = metrics.get(self.value) if isinstance(self.value, str) else self.value(metrics)
+        if value is None or math.isnan(value):
+            return None
+        judged = self.rule.judge(value, state)
+        is_beyond = judged is not None and judged.is_beyond
+        if isinstance(rule := self.rule, Shift) and math.isfinite(value) and not is_beyond:
+            if not rule.first:
+                state.values = [*state.values, value][-rule.window :]
+            elif len(state.values) < rule.window:
+                state.values.append(value)
+        if judged is None:
+            return None
+        state.beyond = state.beyond + 1 if judged.is_beyond else 0
+        state.usual = state.usual + 1 if judged.is_usual else 0
+        if state.holds:
+            state.holds = state.usual < self.rule.steps
+            return None
+        state.holds = state.beyond >= self.rule.steps
+        return judged if state.holds else None
+
 
 ACTIVE = "alarms/active"
 EQUAL_STEPS = 3  # steps in a row without any advantage
@@ -36,9 +162,30 @@ class Raised(NamedTuple):
 class Alarms:
     """Follows the metrics of each step. Every process has the same ones."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(
+        self, recipe: Recipe, alarmed: Callable[[int, str, Sequence[Raised]], None]
+    ) -> None:
+        """Makes the alarms of a recipe.
+
+        Args:
+            alarmed: `Reporter.alarmed`.
+        """
         self.alarms = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
         self.states: dict[str, State] = {}  # by the name of the alarm
+        self.alarmed, self.raised = alarmed, list[Raised]()
+
+    def on_step(self, event: Event) -> None:
+        self.raised = self.follow(event.step, event.metrics)
+        event.log_own({ACTIVE: float(sum(state.holds for state in self.states.values()))})
+
+    def on_log(self, event: Event) -> None:
+        self.alarmed(event.step, "alarm", self.raised)
+        without = self.states["no_reward"].beyond
+        if without >= STEPS_WITHOUT_REWARD:
+            raise TrainingError(
+                f"step {event.step}: no completion of the last {without} steps had a reward (every "
+                "function returned None)."
+            )
 
     def follow(self, step: int, metrics: Metrics) -> list[Raised]:
         """Follows one step; returns the alarms whose episodes begin, each with its sentence."""
@@ -53,30 +200,12 @@ class Alarms:
                 raised.append(Raised(alarm.name, f"step {step}: {text}"))
         return raised
 
-    @property
-    def active(self) -> float:
-        """The number of alarms whose episodes have not ended."""
-        return float(sum(state.holds for state in self.states.values()))
-
-    def check_rewards(self, step: int) -> None:
-        """Checks that there are rewards at all.
-
-        Raises:
-            TrainingError: no completion of STEPS_WITHOUT_REWARD steps in a row had a reward.
-        """
-        without = self.states["no_reward"].beyond
-        if without >= STEPS_WITHOUT_REWARD:
-            raise TrainingError(
-                f"step {step}: no completion of the last {without} steps had a reward (every "
-                "function returned None)."
-            )
-
-    def to_state(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the state for a checkpoint, as plain values."""
         return {name: asdict(state) for name, state in self.states.items()}
 
-    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores a state that `to_state` returned; an alarm that has gone is dropped."""
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restores a state that `state_dict` returned; an alarm that has gone is dropped."""
         names = {alarm.name for alarm in self.alarms}
         self.states = {name: State(**state) for name, state in saved.items() if name in names}
 

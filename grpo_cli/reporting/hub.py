@@ -25,7 +25,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from grpo_cli.checkpoints.paths import TRAINING
 from grpo_cli.config.parsing import first_line
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
 
@@ -133,10 +133,23 @@ class Pusher:
                 self._last = checkpoint
 
     def in_use(self) -> set[Path]:
-        """Returns the checkpoints that are being pushed or wait, which must not be removed."""
+        """Returns the checkpoints that are being pushed or wait, which must not be removed.
+
+        If a push has ended, it notes a failure and starts the push that waits.
+        """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
-                self._note_end(self._process.returncode)
+            if self._process is not None and (code := self._process.poll()) is not None:
+                checkpoint, self._checkpoint, self._process = self._checkpoint, None, None
+                assert checkpoint is not None
+                assert self._errors is not None
+                if code != 0:
+                    self._errors.seek(0)
+                    lines = self._errors.read().decode(errors="replace").strip().splitlines()
+                    self._note_failure(checkpoint, lines[-1] if lines else f"exit code {code}")
+                self._errors.close()
+                if self._last is not None:
+                    last, self._last = self._last, None
+                    self._start(last)
             return {path for path in (self._checkpoint, self._last) if path is not None}
 
     def finish(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
@@ -204,20 +217,6 @@ class Pusher:
             self._note_failure(checkpoint, reason(error))
         else:
             self._checkpoint = checkpoint
-
-    def _note_end(self, code: int) -> None:
-        """Notes whether the push that has ended failed, and starts the one that waits."""
-        checkpoint, self._checkpoint, self._process = self._checkpoint, None, None
-        assert checkpoint is not None
-        assert self._errors is not None
-        if code != 0:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            self._note_failure(checkpoint, lines[-1] if lines else f"exit code {code}")
-        self._errors.close()
-        if self._last is not None:
-            last, self._last = self._last, None
-            self._start(last)
 
     def _note_failure(self, checkpoint: Path, why: str) -> None:
         self.failed = (checkpoint, why)

@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.interpolation import publishable, publishable_command
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import is_local
 from grpo_cli.reporting.reporter import versions
 

@@ -27,7 +27,7 @@ import grpo_cli
 from grpo_cli.checkpoints.manifest import sync, sync_folder
 from grpo_cli.checkpoints.paths import shown as shown_path
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.schema import Log, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import conversations
 from grpo_cli.data.stored_completions import (
     IMAGES,
@@ -41,11 +41,11 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, counted
 from grpo_cli.files import json_object, read_text
 from grpo_cli.records import Group
-from grpo_cli.reporting import tracking
-from grpo_cli.reporting.alarms import Alarms, Raised
-from grpo_cli.reporting.metric_names import measure_of, times
-from grpo_cli.reporting.progress import Bar, clock
+from grpo_cli.reporting.alarms import Raised
+from grpo_cli.reporting.progress import Bar, clock, measure_of, times
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
+from grpo_cli.reporting.settings import Log
+from grpo_cli.reporting.stage_clock import MemoryMeter
 from grpo_cli.reporting.status import Status, replaced, write_text
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
@@ -59,21 +59,20 @@ class Reporter:
         self.folder = folder
         self.main = main
         self.console = Console(highlight=False, quiet=not main)
-        self.trackers = tracking.Trackers(self.say)
         self.status = Status(folder, main)
         self.progress = Bar(self.console, "train", recipe.steps)
-        self.alarms = Alarms(recipe)
         self.metrics = LinesFile(folder / METRICS)
         self.raised = LinesFile(folder / ALARMS)
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
+        self.meter: MemoryMeter | None = None  # measures each stage of a step; None: nothing does
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""
         self.console.print(masked(text), markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes one step's metrics to metrics.jsonl, the trackers and the progress display."""
+        """Writes one step's metrics to metrics.jsonl and the progress display."""
         if not self.main:
             return
         error = self.metrics.add(metrics_line(step, metrics))
@@ -85,7 +84,6 @@ class Reporter:
             )
         now = {"step": step, "time": time.time(), "seconds": heartbeat.seconds()}
         self.status.add(finished=now)
-        self.trackers.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
         if "eval/accuracy" in metrics:
             shown += f"  held-out {metrics[f'eval/{measure_of(metrics)}']:.3f}"
@@ -136,27 +134,29 @@ class Reporter:
                     "those after it until they can be; the run continues"
                 )
             self.skips_completions = True
-        read = ("step", "prompt", "completion", "advantage")  # by people, as are the rewards
-        prefixes = ("reward", "extras/")
-        shown = [{k: r[k] for k in r if k in read or k.startswith(prefixes)} for r in rows]
-        self.trackers.table(shown, step)
         self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
-        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated."""
+        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated.
+
+        The rule that ended the run is dropped too: it is written again when the run ends again.
+        """
         if not self.main:
             return
         self.progress.start_at(step)
         for path in (self.metrics.path, self.raised.path):
+            kept = []
+            for line in read_text(path).splitlines() if path.exists() else ():
+                with contextlib.suppress(UserError):  # a line torn by a crash
+                    found = json_object(line, METRICS, "step")
+                    if found["step"] <= step and found.get("kind") != "stop":
+                        kept.append(f"{line}\n")
             if path.exists():
-                lines = read_text(path).splitlines()
-                kept = [s for s in lines if is_kept(s, step)]
-                write_text(path, "".join(s + "\n" for s in kept))
+                write_text(path, "".join(kept))
 
     def close(self) -> None:
-        """Ends the progress display and the trackers, also after a failure."""
+        """Ends the progress display, also after a failure."""
         self.progress.close()
-        self.trackers.close()
         if (error := self.metrics.write()) is not None:
             self.say(
                 f"{shown_path(self.metrics.path)}: its last {len(self.metrics.unwritten)} lines "
@@ -185,19 +185,6 @@ class Reporter:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         folder = shown_path(self.folder)
         self.say(f"{clock(summary['seconds'])} in all; metrics and summary: {folder}")
-
-
-def is_kept(line: str, step: int) -> bool:
-    """Returns whether a resume after `step` keeps a line of metrics.jsonl or alarms.jsonl.
-
-    A line torn by a crash is dropped. A stop rule that ended the run is dropped too: it is written
-    again when the run ends again.
-    """
-    try:
-        found = json_object(line, METRICS, "step")
-    except UserError:
-        return False
-    return bool(found["step"] <= step and found.get("kind") != "stop")
 
 
 class LinesFile:
@@ -296,7 +283,7 @@ def completion_row(
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns completions as a table to be printed, with a column for each reward."""
     numbers = [*(key for key in rows[0] if key.startswith("rewards/")), "reward", "advantage"]
-    table = Table("prompt", "completion", title=f"step {step}", show_lines=True)
+    table = Table("prompt", "completion", title=f"completion 1 of step {step}", show_lines=True)
     for key in numbers:
         table.add_column(key.removeprefix("rewards/"), justify="right", overflow="fold")
     for row in rows:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ class Status:
     def __init__(self, folder: Path, main: bool) -> None:
         self.path, self.main = folder / STATUS, main
         self.facts: dict[str, Any] = {}  # constant ones: number of processes, device, steps
-        self.before: Callable[[], Mapping[str, Any] | None] = lambda: None
         self._final: dict[str, Any] | None = None  # set once the run has ended
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -117,7 +116,7 @@ class Status:
             "stage": seen.stage,
             "since": now - seen.inside,
             "time": now,
-            "before": self.before(),
+            "before": None,  # metrics of the evaluation before the first step, if it is done
             "memory": memory(),
             **self.facts,
             **(self._final or {}),

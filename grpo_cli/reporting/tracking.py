@@ -7,13 +7,18 @@ tracker that fails never ends a run.
 from __future__ import annotations
 
 import importlib
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.reporting.settings import Tracking
+
+if TYPE_CHECKING:
+    from grpo_cli.distributed.workers import Workers
+    from grpo_cli.training.callbacks import Event
 
 TABLES = ("trackio", "wandb")  # trackers that accept tables
 # Returns, from accelerate's tracker, the id by which a resumed run continues its curves.
@@ -45,40 +50,54 @@ def require(names: Sequence[str]) -> None:
 class Trackers:
     """The trackers of a run. Only the main process starts any."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    def __init__(self, config: Tracking, workers: Workers, say: Callable[[str], None]) -> None:
+        self.config, self.workers, self.say = config, workers, say
+        self.ids: dict[str, str] = {}  # by tracker; a resumed run continues their curves
         self._live: dict[str, Any] = {}  # by name
         self._failing: set[str] = set()  # trackers whose failure was printed
 
-    def start(
-        self, recipe: Recipe, folder: Path, settings: dict[str, Any], known: Mapping[str, str]
-    ) -> dict[str, str]:
+    def on_start(self, event: Event) -> None:
+        with self.workers.raise_together():
+            if self.workers.is_main:
+                self.start(event.folder, event.recipe)
+
+    def on_log(self, event: Event) -> None:
+        self.log({k: v for k, v in event.metrics.items() if math.isfinite(v)}, event.step)
+        if event.completions:
+            self.table(event.completions, event.step)
+
+    def on_end(self, event: Event) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, str]:
+        return self.ids
+
+    def load_state_dict(self, ids: dict[str, str]) -> None:
+        self.ids = dict(ids)
+
+    def start(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Starts the recipe's trackers.
 
         Args:
             settings: the recipe, stored with the run.
-            known: the trackers' ids of a resumed run, whose curves then continue.
-
-        Returns:
-            The trackers' ids of the run, for those that can continue one.
 
         Raises:
             UserError: a tracker of a new run cannot be started.
         """
-        ids = dict(known)
-        for name in recipe.tracking.backend:
+        known = dict(self.ids)
+        for name in self.config.backend:
             if name == "none":
                 continue
             try:
-                self._live[name] = tracker = _started(name, recipe, folder, settings, ids.get(name))
+                tracker = _started(name, self.config, folder, settings, known.get(name))
+                self._live[name] = tracker
                 if name in IDS:
-                    ids[name] = IDS[name](tracker)
+                    self.ids[name] = IDS[name](tracker)
             except Exception as error:
                 said = f"tracking.backend = {name}: cannot be started: {_first_line(error)}"
                 if not known:
                     raise UserError(f"{said}.") from error
                 self.say(f"note: {said}; the run continues without it")  # it may run unattended
-        return ids
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Sends a step's metrics, each a finite number."""
@@ -87,12 +106,15 @@ class Trackers:
         self._each("metrics", lambda name, one: one.log(own.get(name, metrics), step=step))
 
     def table(self, rows: Sequence[dict[str, Any]], step: int) -> None:
-        """Sends completions, as cells by column, to the trackers that accept tables."""
+        """Sends completions, each a `completion_row`, to the trackers that accept tables."""
         if not self._live.keys() & {*TABLES}:
             return
         import pandas
 
-        frame = pandas.DataFrame(rows)
+        read = ("step", "prompt", "completion", "advantage")  # by people, as are the rewards
+        prefixes = ("reward", "extras/")
+        shown = [{k: r[k] for k in r if k in read or k.startswith(prefixes)} for r in rows]
+        frame = pandas.DataFrame(shown)
 
         def send(name: str, tracker: Any) -> None:
             if name in TABLES:
@@ -122,7 +144,7 @@ class Trackers:
 
 
 def _started(
-    name: str, recipe: Recipe, folder: Path, settings: dict[str, Any], known: str | None
+    name: str, config: Tracking, folder: Path, settings: Mapping[str, Any], known: str | None
 ) -> Any:
     """Starts a tracker of accelerate.
 
@@ -131,7 +153,7 @@ def _started(
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    project, run_name = recipe.tracking.project, recipe.tracking.name or folder.name
+    project, run_name = config.project, config.name or folder.name
     arguments: dict[str, dict[str, Any]] = {  # in most, accelerate's `run_name` is the project
         "aim": {"run_name": run_name, "logging_dir": str(folder)},
         "clearml": {"run_name": run_name, "project_name": project},

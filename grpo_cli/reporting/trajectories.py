@@ -84,26 +84,17 @@ def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = N
     role = str(message.get("role", ""))
     name = f" {message['name']}" if message.get("name") else ""
     text = Text(f"{printable(title or role + name)}: ", style=f"bold {COLOURS.get(role, 'white')}")
-    said = [printable(_content(message))] if _content(message) else []
-    said += [f"→ {printable(call)}" for call in _calls(message)]
-    text.append("\n".join(said), style="dim not bold default" if foreign else "not bold default")
-    return text
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """Returns the text of a message, which may be a list of parts."""
     content = message.get("content")
-    return "" if content is None else text_of(content)
-
-
-def _calls(message: Mapping[str, Any]) -> Iterator[str]:
+    said = [printable(text_of(content))] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments", {})
         if isinstance(arguments, Mapping):
             pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
             arguments = ", ".join(pairs)
-        yield f"{function.get('name')}({arguments})"
+        said.append("→ " + printable(f"{function.get('name')}({arguments})"))
+    text.append("\n".join(said), style="dim not bold default" if foreign else "not bold default")
+    return text
 
 
 def _pictures(images: Sequence[StoredImage]) -> str:

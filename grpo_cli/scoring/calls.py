@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import opened
@@ -31,6 +30,7 @@ from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import answer, recorders
 from grpo_cli.scoring.processes import overrun
 from grpo_cli.scoring.registry import STANDARD, RewardFunction, Signature, TrainerState
+from grpo_cli.scoring.settings import Reward, Scoring
 
 CACHE_SIZE = 100_000  # results kept for repeated completions
 

@@ -15,7 +15,6 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data import Rows, images, other_columns, stored_completions
 from grpo_cli.data.rows import check_columns
 from grpo_cli.data.stored_completions import Sample
@@ -26,7 +25,8 @@ from grpo_cli.scoring.calls import BoundReward, RewardExecutor
 from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, path_of, resolve
-from grpo_cli.scoring.step_rewards import check_steps, ending_token
+from grpo_cli.scoring.settings import Reward, Scoring
+from grpo_cli.scoring.step_rewards import check_steps, token_of_character
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -302,7 +302,9 @@ class ScoringSession:
             results = self.results(reward, samples)
             for rollout, sample, result in zip(rollouts, samples, results, strict=True):
                 if result.error is not None and not result.timed_out and reward.on_error == "stop":
-                    where = _where(sample) if result.where is None else result.where
+                    text = sample.text if len(sample.text) <= 300 else sample.text[:297] + "..."
+                    where = f", for row {sample.row}, completion {text!r}"
+                    where = where if result.where is None else result.where
                     raise TrainingError(f"reward {reward.name!r} {result.error}{where}")
                 self._fill_in(reward, rollout, result, tokenizer)
         for rollout in rollouts:
@@ -323,19 +325,20 @@ class ScoringSession:
         result: RewardResult,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        name, ids, unit = reward.name, rollout.completion.ids, reward.traits.positions
-        if result.steps is not None:
-            assert tokenizer is not None or unit == "tokens", "finds characters"
-            # The function also receives the prefill.
-            before = len(rollout.prompt.prefill) if unit == "characters" else 0
-            size = len(rollout.text)
-            rollout.step_rewards[name] = [
-                (
-                    ending_token(max(0, at - before), size, unit, ids, tokenizer),  # type: ignore[arg-type]
-                    reward.spec.weight * value,
-                )
-                for at, value in result.steps
-            ]
+        name, ids, steps = reward.name, rollout.completion.ids, result.steps
+        if steps is not None:
+            if reward.traits.positions == "characters":
+                assert tokenizer is not None, "finds characters"
+                # The function also receives the prefill. A step that ends with the text ends with
+                # the completion: eos is part of the last step.
+                before, last = len(rollout.prompt.prefill), len(rollout.text) - 1
+                places = [max(0, at - before) for at, _ in steps]
+                tokens = [
+                    len(ids) - 1 if at == last else token_of_character(ids, at, tokenizer)
+                    for at in places
+                ]
+                steps = [(token, v) for token, (_, v) in zip(tokens, steps, strict=True)]
+            rollout.step_rewards[name] = [(token, reward.spec.weight * v) for token, v in steps]
         rollout.reward_parts[name] = result.value
         if twice := rollout.extras.keys() & result.extras.keys():
             raise TrainingError(
@@ -368,15 +371,19 @@ class ScoringSession:
 
     def _awaited(self, reward: BoundReward, sample: Sample, end: float) -> RewardResult:
         future, was_known = self._under_way.pop((reward.name, id(sample)))
-        # Workers enforce their own deadlines. A coroutine that never awaits cannot be stopped.
-        patience = max(0.0, end - time.monotonic()) if reward.is_async else None
-        try:
-            done = _awaited_result(future, patience)
-        except TimeoutError:
-            raise TrainingError(
-                f"reward {reward.name!r} blocks its event loop: its calls do not end at their "
-                "deadlines; an async function must await what takes time."
-            ) from None
+        while True:
+            # Workers enforce their own deadlines. A coroutine that never awaits cannot be stopped.
+            left = max(0.0, end - time.monotonic()) if reward.is_async else math.inf
+            try:
+                done = future.result(min(1.0, left))
+                break
+            except TimeoutError:
+                if time.monotonic() >= end and reward.is_async:
+                    raise TrainingError(
+                        f"reward {reward.name!r} blocks its event loop: its calls do not end at "
+                        "their deadlines; an async function must await what takes time."
+                    ) from None
+                heartbeat.beat()
         (result,) = self._to_results(reward, done, [sample])
         return replace(result, seconds=0.0) if was_known else result
 
@@ -423,7 +430,13 @@ class ScoringSession:
                 f"must return a list of {len(samples)} values, one a completion; it returned {got}."
             )
         for name, value in done.metrics:
-            self._log(reward, name, value, len(samples))
+            key = f"rewards/{reward.name}/{name}"
+            if name in OWN_METRICS:
+                raise TrainingError(
+                    f"reward {reward.name!r} called log_metric({name!r}, ...): {key} is a metric "
+                    "already; choose another name."
+                )
+            self.logged[key].append((value, len(samples)))
         for column, entries in done.extras:
             if len(entries) != len(samples):
                 return refused(
@@ -440,14 +453,6 @@ class ScoringSession:
                 returned = f"returned {error}"
                 results.append(RewardResult(error=returned, extras=extras, seconds=seconds))
         return results
-
-    def _log(self, reward: BoundReward, name: str, value: float, completions: int) -> None:
-        if name in OWN_METRICS:
-            raise TrainingError(
-                f"reward {reward.name!r} called log_metric({name!r}, ...): "
-                f"rewards/{reward.name}/{name} is a metric already; choose another name."
-            )
-        self.logged[f"rewards/{reward.name}/{name}"].append((value, completions))
 
 
 def metrics_of(sessions: Sequence[ScoringSession], workers: Workers) -> dict[str, float]:
@@ -518,24 +523,3 @@ def number(value: Any) -> float | None:
     if abs(converted) > LARGEST:
         raise ValueError(f"{converted:g}, {TOO_LARGE}")
     return converted
-
-
-def _awaited_result(future: Future[CallResult], patience: float | None) -> CallResult:
-    """Waits for a call's result, with a heartbeat every second.
-
-    Raises:
-        TimeoutError: the call did not end within `patience` seconds.
-    """
-    end = math.inf if patience is None else time.monotonic() + patience
-    while True:
-        try:
-            return future.result(max(0.0, min(1.0, end - time.monotonic())))
-        except TimeoutError:
-            if time.monotonic() >= end:
-                raise
-            heartbeat.beat()
-
-
-def _where(sample: Sample) -> str:
-    text = sample.text if len(sample.text) <= 300 else sample.text[:297] + "..."
-    return f", for row {sample.row}, completion {text!r}"

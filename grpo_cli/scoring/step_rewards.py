@@ -37,16 +37,6 @@ def check_steps(steps: Sequence[Any], size: int, unit: str) -> list[tuple[int, A
     return out
 
 
-def ending_token(
-    position: int, size: int, unit: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """Returns the index of the token at which a step ends; `position` is in `unit`."""
-    if unit == "tokens":
-        return position
-    # A step that ends with the text ends with the completion: eos is part of the last step.
-    return len(ids) - 1 if position == size - 1 else token_of_character(ids, position, tokenizer)
-
-
 def token_of_character(
     ids: Sequence[int], position: int, tokenizer: PreTrainedTokenizerBase
 ) -> int:

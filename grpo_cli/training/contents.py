@@ -25,12 +25,15 @@ from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.checkpointer import CONTENTS
 from grpo_cli.checkpoints.lookup import file_hash
 from grpo_cli.config import sources
-from grpo_cli.config.schema import Benchmark, Model, NamedRows, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import Rows, RowStream, files
+from grpo_cli.data.settings import NamedRows
 from grpo_cli.errors import UserError
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_json
 from grpo_cli.models import loading
+from grpo_cli.models.settings import Model
 from grpo_cli.scoring.registry import RewardFunction
 from grpo_cli.training.prepare import Prepared
 

@@ -8,9 +8,7 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.machine import machine
-from grpo_cli.reporting.report import page
 from grpo_cli.reporting.reporter import readable, versions
-from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.training import resume
 from grpo_cli.training.run import Run
 
@@ -30,8 +28,6 @@ def finish(run: Run) -> None:
     if stopped is not None:
         message = f"ended after step {state.step}: {stopped.sentence}"
         run.reporter.alarmed(state.step, "stop", [Raised(stopped.rule, message)])
-    if run.plan is not None:
-        run.plan.write(run.policy.micro_batches.budget.tokens)
     saved = paths.steps_saved(run.folder)
     best = state.best_step if state.best_step in saved else None
     last = paths.shown(paths.checkpoint_path(run.folder, saved[-1])) if saved else None
@@ -48,7 +44,7 @@ def finish(run: Run) -> None:
         "best_metric": run.recipe.eval.best if best else None,
         "best_value": state.best_value if best else None,
         "last_checkpoint": last,
-        "seconds": round(run.seconds, 1),
+        "seconds": round(state.total_seconds, 1),
         "num_tokens": state.num_tokens,
         "processes": run.workers.size,
         "device": str(run.workers.device),
@@ -58,31 +54,14 @@ def finish(run: Run) -> None:
     run.reporter.finish(summary)
     failure: TrainingError | None = None
     try:
-        run.callbacks.end(run, summary)
-    except TrainingError as caught:  # the run is complete: it is pushed and reported all the same
+        run.callbacks.call(run, "on_end", summary=summary)
+    except TrainingError as caught:  # the run is complete: it is pushed all the same
         failure = caught
     if run.workers.is_main:
         run.pusher.finish(lambda: run.interrupts.stop.is_requested)
         resume.prune(run)  # checkpoints that were kept for pushes
-        if run.recipe.log.report:
-            write_report(run)
         if failure is not None:  # on the main process only: torchrun ends all when one fails
             raise failure
-
-
-def write_report(run: Run) -> None:
-    """Writes report.html into the run's folder and prints its path, or why there is none."""
-    path = run.folder / page.NAME
-    shown = paths.shown(path)
-    try:
-        page.write([page.read(RunFolder(run.folder))], path)
-    except Exception as error:  # whatever it is: the run is done, and a report can be written later
-        why = f"{type(error).__name__}: {error}"
-        run.reporter.say(
-            f"{shown}: not written ({why}); grpo report {paths.shown(run.folder)} writes it"
-        )
-    else:
-        run.reporter.say(f"report: {shown}")
 
 
 def how_it_ended(run: Run, saved_in: Path | None) -> str:

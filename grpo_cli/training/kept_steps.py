@@ -1,4 +1,6 @@
-"""Keeps steps for `grpo replay`, each as an interrupted checkpoint of the step's beginning.
+"""Keeps steps for `grpo replay`, and restores them.
+
+Each is an interrupted checkpoint of the step's beginning.
 
     replay/step-7/training/shards/     the weights before step 7's first update, a moved reference,
                                        and, with several updates, the optimizer's state
@@ -6,68 +8,92 @@
     replay/step-7/training/...         recipe.yaml, config and tokenizer, manifest.json
 
 It has the format of `resume.save_interrupted` for a run that is stopped mid-step, and also holds
-the prompts: replaying a step needs neither the data nor the rewards of the run.
+the prompts: replaying a step needs neither data, rewards, environments, engine nor trackers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 
-from grpo_cli.checkpoints import paths
-from grpo_cli.checkpoints.shards import Parts
+from grpo_cli.checkpoints import checkpointer, manifest, paths, provenance
+from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.config import saved_recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import PromptStream
+from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import UserError
+from grpo_cli.files import read_yaml
+from grpo_cli.generation.base import Generator
 from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.models.loading import load_model
+from grpo_cli.models.policy import Policy
 from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt
-from grpo_cli.training import resume
+from grpo_cli.reporting.hub import Pusher
+from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.training import loop, prepare, resume
+from grpo_cli.training.callbacks import Event
+from grpo_cli.training.rollouts.credit import assign_advantages
+from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
-from grpo_cli.training.step import Step
+from grpo_cli.training.step import begin
 
 ENTRY = "replay"  # entry of the state that only kept steps have
 
 
-def keep(run: Run, step: Step) -> None:
-    """Starts to write a step that log.keep_steps names, before its first update. Collective.
+class KeptSteps:
+    """Starts to write each step that `log.keep_steps` names, before its first update.
 
     A full disk or a missing image only prints a note (see `Checkpointer.save`).
     """
-    number = step.number + 1
-    if number not in run.recipe.log.keep_steps or step.progress.updates:  # kept before a resume
-        return
-    own_prompts: dict[int, dict[str, Any]] | str
-    try:
-        own_prompts = prompts_of(step.progress.collected.groups)
-    except ImageError as error:
-        own_prompts = str(error)
-    prompts = run.workers.gather(own_prompts)
-    if failed := next((found for found in prompts if isinstance(found, str)), None):
-        run.reporter.say(f"note: step {number} is not kept for grpo replay: {failed}")
-        return
-    moved = run.policy.reference.weights_to_save if run.policy.reference is not None else None
-    own: dict[str, Any] = {
-        "carried": [[] for _ in range(run.workers.size)],  # groups for later steps
-        "stream": None,
-        "lengths": {},
-        "log_history": "[]",
-        ENTRY: {
-            "prompts": prompts,
-            "model": run.policy.model.name_or_path,  # the run's initial model
-            "samples_from_policy": run.generator.samples_from_policy,
-            "prefetch_steps": run.generator.prefetch_steps,
-        },
-    }
-    run.checkpointer.save(
-        paths.kept_path(run.folder, number),
-        Parts(run.policy.model, run.policy.optimizer, moved, keeps_optimizer=step.num_updates > 1),
-        resume.state_of(run, []) | own,
-        saved_recipe.as_yaml(run.recipe),
-        run.policy.processor,
-        with_model=False,
-    )
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_rollouts(self, event: Event) -> None:
+        run, number, progress = self.run, event.step + 1, self.run.recovery.progress
+        assert progress is not None, "the rollouts are there"
+        if number not in run.recipe.log.keep_steps or progress.updates:  # kept before a resume
+            return
+        own_prompts: dict[int, dict[str, Any]] | str
+        try:
+            own_prompts = prompts_of(event.groups)
+        except ImageError as error:
+            own_prompts = str(error)
+        prompts = run.workers.gather(own_prompts)
+        if failed := next((found for found in prompts if isinstance(found, str)), None):
+            run.reporter.say(f"note: step {number} is not kept for grpo replay: {failed}")
+            return
+        own: dict[str, Any] = {
+            "carried": [[] for _ in range(run.workers.size)],  # groups for later steps
+            "stream": None,
+            "lengths": {},
+            "log_history": "[]",
+            ENTRY: {
+                "prompts": prompts,
+                "model": run.policy.model.name_or_path,  # the run's initial model
+                "samples_from_policy": run.generator.samples_from_policy,
+                "prefetch_steps": run.generator.prefetch_steps,
+            },
+        }
+        update = run.recipe.update
+        run.checkpointer.save(
+            paths.kept_path(run.folder, number),
+            resume.parts_of(run, keeps_optimizer=update.num_iterations * update.minibatches > 1),
+            resume.state_of(run, []) | own,
+            saved_recipe.as_yaml(run.recipe),
+            run.policy.processor,
+            with_model=False,
+        )
 
 
 def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
@@ -112,3 +138,101 @@ class KeptPrompts(PromptStream):
 
     def prompt_at(self, position: int) -> Prompt:
         return self.found[position]
+
+
+class StoredCompletions(Generator):
+    """Replaces the engine that sampled the stored completions; it samples nothing."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self.samples_from_policy = saved["samples_from_policy"]
+        self.prefetch_steps = saved["prefetch_steps"]
+
+
+class NoInterrupts(Interrupts):
+    """Never interrupts the present work: there is nothing to save."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def begin_step(self) -> None:
+        pass
+
+    def is_due(self) -> bool:
+        return False
+
+
+class Recomputed(NamedTuple):
+    """The update of a kept step, computed once more."""
+
+    metrics: dict[str, float]
+    device: str
+    processes: int  # that took the step in the run
+
+
+def recompute(folder: Path, path: Path, device: str | None, trust: bool = True) -> Recomputed:
+    """Takes the update of a kept step once more; arguments and errors are those of `restore`."""
+    run, processes = restore(folder, path, device, trust)
+    step = begin(run)
+    assert step.batch is not None, "a kept step has its rollouts"
+    step_stats = loop.fill_logprobs(run, step, step.batch)
+    assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
+    return Recomputed(loop.update_policy(run, step), str(run.workers.device), processes)
+
+
+def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> tuple[Run, int]:
+    """Returns the run before the step's first update, and how many processes took the step.
+
+    Args:
+        folder: the run's folder.
+        path: the kept step's folder.
+        device: device to compute on; None: the run's.
+        trust: whether any model that the step names is loaded.
+
+    Raises:
+        UserError: the step is damaged or of another version, or the model is gone; its recipe
+            cannot be read, or this version does not take it.
+    """
+    if wrong := manifest.verify(path):
+        raise UserError(f"{path}: {wrong}; resume the run before this step to keep it again.")
+    saved = checkpointer.load_state(path)
+    own = saved[ENTRY]
+    if not trust:
+        provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
+    stored = read_yaml(path / provenance.RECIPE)
+    recipe = prepare.parse({key: value for key, value in stored.items() if key != "defaults"})
+    # One process shards nothing; FSDP2's offload changes no number.
+    distributed = dataclasses.replace(recipe.distributed, strategy="ddp", offload="none")
+    device = device or recipe.device
+    recipe = dataclasses.replace(recipe, distributed=distributed, device=device)
+    workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
+    reporter = Reporter(recipe, folder, main=False)  # it writes and prints nothing
+    transformers.set_seed(derive_seed(recipe.seed, 0) % 2**32)
+    if Path(own["model"]).is_absolute() and not Path(own["model"]).is_dir():
+        raise UserError(
+            f"{path}: the model that its run began with, {own['model']}, is gone; a kept step "
+            "holds the trained weights, and the rest is read from there."
+        )
+    loaded = load_model(own["model"], recipe, workers, reporter.say, trains=True)
+    generator, interrupts = StoredCompletions(own), NoInterrupts(workers)
+    prompts = KeptPrompts(saved, loaded.vision)
+    run = Run(
+        recipe=recipe,
+        folder=folder,
+        lock=None,
+        workers=workers,
+        interrupts=interrupts,
+        policy=Policy.make(loaded, recipe, workers, interrupts, reporter.say),
+        generator=generator,
+        queue=RolloutQueue(recipe, prompts, workers, generator, loaded.tokenizer),
+        scorer=Scorer({}, [], ""),
+        reporter=reporter,
+        checkpointer=Checkpointer(workers, reporter.say),
+        pusher=Pusher(Recipe(), reporter.say, main=False),
+    )
+    resume.restore_state(run, path)
+    if run.recovery.progress is None:
+        raise UserError(
+            f"{path}: was kept by another version of grpo, whose knobs of loss, sampling or "
+            "rewards are others; replay it with that version."
+        )
+    return run, len(saved["rng"])

@@ -13,7 +13,7 @@ from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.load_balancing import Load
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.variants import knob_values, traits_of
-from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.loading import inference
@@ -94,11 +94,6 @@ def fill_ref_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> 
     found = token_stats(run, recipe, run.policy.reference.logprobs, rollouts)
     for r, stats in zip(rollouts, found, strict=True):
         r.ref_logprobs = stats.logprobs
-
-
-def selects_tokens(config: Loss) -> bool:
-    """Whether the loss selects tokens by their statistics over the complete optimizer batch."""
-    return config.top_entropy < 1 or traits_of(loss_function(config)).select_tokens is not None
 
 
 def select_tokens(

@@ -33,38 +33,34 @@ from grpo_cli.algorithm.loss import (
     every_rollout_has_gradient,
     grpo_loss,
 )
+from grpo_cli.algorithm.losses import loss_function
+from grpo_cli.algorithm.variants import traits_of
 from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, StepStats
-from grpo_cli.training import ending, evaluation, kept_steps, logprob_passes, resume
-from grpo_cli.training.rollouts.balance import minibatch_of
-from grpo_cli.training.rollouts.collect import collect, gathered
+from grpo_cli.training import ending, logprob_passes, resume
+from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
 from grpo_cli.training.rollouts.credit import (
     assign_advantages,
     set_token_weights,
     subtract_kl_from_rewards,
 )
-from grpo_cli.training.run import Run
+from grpo_cli.training.run import Run, StepBatch
 from grpo_cli.training.step import Step, steps
-from grpo_cli.training.step_progress import StepBatch
 
 
 def train(run: Run) -> None:
     """Trains from the run's present step to the last one, or until the run is asked to stop."""
     try:
-        if evaluation.is_due(run) and run.state.step == 0:
-            evaluation.evaluate(run)
+        run.callbacks.call(run, "on_start")
         for step in steps(run):
             if not step.is_complete:
                 take_step(run, step)
-            step.log_completions()
-            if evaluation.is_due(run):
-                step.metrics |= evaluation.evaluate(run)
             step.log()
             stopping = run.should_stop()
-            if stopping or resume.is_due(run):
+            if stopping or run.should_save:
                 resume.save(run, wait=not stopping)
             if stopping:
                 return
@@ -83,7 +79,7 @@ def take_step(run: Run, step: Step) -> None:
     batch = step.batch  # None, unless the step was interrupted after sampling
     if batch is None:
         batch = step.keep(collect(run, step.recipe, step.clock))  # sample and score
-    kept_steps.keep(run, step)  # for `grpo replay`, if log.keep_steps names the step
+    run.callbacks.call(run, "on_rollouts", groups=tuple(batch.groups))
     run.queue.prefetch(step.number)
     run.generator.offload()
     step_stats = fill_logprobs(run, step, batch)
@@ -115,7 +111,7 @@ def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
             logprob_passes.fill_ref_logprobs(run, recipe, rollouts)
     if not kl_in_reward:
         return batch.step_stats
-    subtract_kl_from_rewards(rollouts, loss.kl_estimator, run.beta.value(loss))
+    subtract_kl_from_rewards(rollouts, loss.kl_estimator, run.state.beta.value(loss))
     return gathered(run.workers, batch.groups)
 
 
@@ -131,14 +127,14 @@ def update_policy(run: Run, step: Step) -> dict[str, float]:
     for update in step.updates():  # num_iterations × minibatches
         optimizer_step(run, step, update)
     metrics = step.update_metrics()
-    run.beta.update(step.recipe.loss, step.measured_kl)
+    run.state.beta.update(step.recipe.loss, step.measured_kl)
     return {"learning_rate": rate} | metrics
 
 
 def optimizer_step(run: Run, step: Step, update: int) -> None:
     """Accumulates the gradient of one optimizer batch, and takes the optimizer step with it."""
     if update == 0 and step.has_entropy_bonus:
-        coefficient = run.entropy_bonus.value(step.recipe.loss)
+        coefficient = run.state.entropy_bonus.value(step.recipe.loss)
         step.progress.coefficients = {"entropy_coef": coefficient}
     with step.clock.stage("forward_backward"):
         batch = optimizer_batch(run, step, minibatch(step, update), update)
@@ -160,7 +156,7 @@ def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
         norm = run.policy.gradient_norm(step.recipe.optimizer.max_grad_norm)
         step.check(measured, norm)
         run.policy.step()
-    run.entropy_bonus.update(step.recipe.loss, measured.entropy.value)
+    run.state.entropy_bonus.update(step.recipe.loss, measured.entropy.value)
     step.add(measured, norm)
 
 
@@ -192,10 +188,10 @@ def optimizer_batch(
     tokens = set_token_weights(step.recipe, groups, run.workers)
     if not tokens:
         return None
-    if logprob_passes.selects_tokens(loss):
+    if loss.top_entropy < 1 or traits_of(loss_function(loss)).select_tokens is not None:
         number = step.number * step.num_updates + update
         tokens = logprob_passes.select_tokens(run, step.recipe, groups, number, tokens)
-    beta, entropy, router = run.beta, run.entropy_bonus, run.policy.router_coef
+    beta, entropy, router = run.state.beta, run.state.entropy_bonus, run.policy.router_coef
     coefficients = Coefficients(beta.value(loss), entropy.value(loss), max(tokens, 1.0), router)
     with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
     run.policy.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)

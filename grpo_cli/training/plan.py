@@ -8,15 +8,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_cli import data
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import loading, tiny
@@ -25,10 +24,13 @@ from grpo_cli.planning.memory import Job, Lengths
 from grpo_cli.planning.plan import Plan, predict
 from grpo_cli.planning.sizes import sizes_of
 from grpo_cli.records import Prompt
-from grpo_cli.reporting.memory_meter import MemoryMeter
-from grpo_cli.reporting.stage_clock import STAGES
+from grpo_cli.reporting.stage_clock import STAGES, MemoryMeter
 from grpo_cli.reporting.status import write_text
 from grpo_cli.training import prepare
+
+if TYPE_CHECKING:
+    from grpo_cli.training.callbacks import Event
+    from grpo_cli.training.run import Run
 
 NAME = "plan.json"
 SOME_ROWS = 200  # rows whose prompts are measured
@@ -115,34 +117,35 @@ def mean_prompt(
 
 
 class PlanRecord:
-    """Records what this process measures of a run's memory, and the plan for it.
+    """Records what the main process measures of a run's memory, and the plan for it.
 
-    plan.json is {"measured": ..., "predicted": ...}, written with each checkpoint and at the end.
+    plan.json is {"measured": ..., "predicted": ...}, written after each checkpoint and at the end.
     The prediction is for the measured lengths and groups with a gradient. "unpredicted" replaces it
     with the reason if the model cannot be planned.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        config: PretrainedConfig,
-        workers: Workers,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self.path, self.recipe, self.config = folder / NAME, recipe, config
-        self.device = devices.of_machine(workers.device)
-        self.processes = workers.size
+    def __init__(self, run: Run, prompts: Sequence[Prompt]) -> None:
+        self.policy, self.recipe, self.path = run.policy, run.recipe, run.folder / NAME
+        self.device = devices.of_machine(run.workers.device)
+        self.processes = run.workers.size
         self.prompt_tokens = statistics.fmean(len(p.ids) for p in prompts)
-        self.meter = MemoryMeter(workers.device)
+        self.meter = MemoryMeter(run.workers.device)
+        if run.workers.is_main:
+            run.reporter.meter = self.meter
         self.metrics: deque[Mapping[str, float]] = deque(maxlen=STEPS)  # of the newest steps
 
-    def write(self, micro_tokens: int | None) -> None:
-        """Writes plan.json once a step is complete; a full disk does not end the run.
+    def on_log(self, event: Event) -> None:
+        if event.rank == 0:
+            self.metrics.append(event.metrics)
 
-        Args:
-            micro_tokens: the derived number of tokens in a micro-batch.
-        """
+    def on_checkpoint(self, event: Event) -> None:
+        self.write()
+
+    def on_end(self, event: Event) -> None:
+        self.write()
+
+    def write(self) -> None:
+        """Writes plan.json once a step is complete; a full disk does not end the run."""
         if not self.metrics:
             return
         steps = list(self.metrics)
@@ -161,7 +164,7 @@ class PlanRecord:
             "peak": max(memory.values(), default=None),
             "peak_stage": max(memory, key=lambda stage: memory[stage], default=None),
             "tokens_per_step": round(statistics.median(tokens)),
-            "tokens_per_micro_batch": micro_tokens,
+            "tokens_per_micro_batch": self.policy.micro_batches.budget.tokens,
             "completion_tokens": round(length, 2),
             "longest_tokens": longest,
             "signal": round(signal, 4),
@@ -170,7 +173,7 @@ class PlanRecord:
         written: dict[str, Any] = {"measured": measured}
         lengths = Lengths(self.prompt_tokens, max(length, 1.0), max(longest, 1), signal)
         try:
-            sizes = sizes_of(self.config, self.recipe)
+            sizes = sizes_of(self.policy.model.config, self.recipe)
             plan = predict(Job(self.recipe, sizes, self.device, self.processes, lengths))
             written["predicted"] = plan.as_json()
         except Exception as error:  # from a model's own code, which must not end the run

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ from transformers import PreTrainedModel
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
-from grpo_cli.checkpoints import checkpointer, paths, provenance, shards
+from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
-from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config import saved_recipe, sources
+from grpo_cli.config.knob import flagged
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.files import LONGEST, read_text, read_yaml
+from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
-from grpo_cli.training import contents, step_progress
-from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
+from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
     from_entries,
     reward_fingerprint,
@@ -34,7 +35,7 @@ from grpo_cli.training.rollouts.stored_groups import (
     step_fingerprint,
     to_entries,
 )
-from grpo_cli.training.run import Run, State
+from grpo_cli.training.run import Run, State, StepProgress
 
 MODEL_FOLDER_UP_TO = 8 * 10**9  # bytes of weights up to which a checkpoint is a model folder
 BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint
@@ -77,12 +78,6 @@ def save_interrupted(run: Run) -> None:
     run.checkpointer.wait()
 
 
-def is_due(run: Run) -> bool:
-    """Returns whether to save after the present step: on schedule, at the end, or at a new best."""
-    every, step = run.recipe.checkpoint.every, run.state.step
-    return run.is_over or (every > 0 and (step % every == 0 or step == run.state.best_step))
-
-
 def to_keep(run: Run, *, wait: bool) -> list[PrefetchedGroups]:
     """Returns the prefetched groups that a checkpoint stores; the others are sampled again."""
     kept = []
@@ -111,10 +106,9 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
     sampled_again = (len(queue.prefetched) - len(kept)) * run.recipe.prompts_per_step
     fingerprint = step_fingerprint(run.recipe, state.step)
     own = None if progress is None else workers.gather(progress.own(fingerprint))
-    now = time.monotonic()
-    state.seconds, run.started = state.seconds + now - run.started, now
+    state.seconds, state.since = state.total_seconds, time.monotonic()
     return {
-        "run": asdict(state)
+        "run": asdict(replace(state, log_history=None))
         | {
             "position": queue.position - sampled_again,
             "signal_share": queue.signal_share,
@@ -124,9 +118,6 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
             "counts_images": workers.gather(run.policy.micro_batches.budget.counts_images),
             "cache_tokens": workers.gather(run.generator.cache_tokens),
             "modes": workers.gather(checks(run)),
-            "beta": run.beta.adapted,
-            "entropy_coef": run.entropy_bonus.adapted,
-            "entropy": run.entropy_bonus.entropy,
         },
         "rng": workers.gather(run.recovery.random_streams or random_streams.rng_state()),
         "carried": workers.gather(to_entries(queue.leftover, reward_fingerprint(run.recipe))),
@@ -136,9 +127,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         "lengths": queue.lengths,
         "stream": queue.stream.state(),
         "best": run.checkpointer.best,
-        "log_history": json.dumps(run.log_history or []),  # a string loads faster
-        "alarms": run.reporter.alarms.to_state(),
-        "stop": run.stop_rules.to_state(),
+        "log_history": json.dumps(state.log_history or []),  # a string loads faster
         "grad_scaler": run.policy.scaler.state_dict(),  # {} unless the arithmetic is float16
     }
 
@@ -149,7 +138,6 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
     entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
     state, workers = run.state, run.workers
     best, began, last = state.best_step, time.monotonic(), run.is_over
-    moved = run.policy.reference.weights_to_save if run.policy.reference is not None else None
 
     def done() -> None:
         _note_best(run, best)
@@ -162,21 +150,25 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
     with_model = writes_model(run)
     resumable = run.recipe.checkpoint.every > 0 or not (run.is_over and with_model)
     run.reporter.sync()
-    if run.plan is not None:
-        run.plan.write(run.policy.micro_batches.budget.tokens)
     run.checkpointer.save(
         path,
-        Parts(run.policy.model, run.policy.optimizer, moved, keeps_optimizer=resumable),
+        parts_of(run, keeps_optimizer=resumable),
         entries,
         saved_recipe.as_yaml(run.recipe),
         run.policy.processor,
         with_model=with_model,
         resumable=resumable,
-        contents=contents.as_json(run.contents),
         card=card_of(run) if workers.is_main else "",
-        outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),
+        outdated=lambda: retention.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
     )
+
+
+def parts_of(run: Run, *, keeps_optimizer: bool) -> Parts:
+    """Returns the tensors that a checkpoint of the run stores."""
+    policy, reference = run.policy, run.policy.reference
+    moved = reference.weights_to_save if reference is not None else None
+    return Parts(policy.model, policy.optimizer, moved, keeps_optimizer=keeps_optimizer)
 
 
 def _note_best(run: Run, step: int | None) -> None:
@@ -187,7 +179,7 @@ def _note_best(run: Run, step: int | None) -> None:
 
 def prune(run: Run, newest: Path | None = None) -> None:
     """Deletes the checkpoints that are no longer kept."""
-    checkpointer.prune(run.folder, newest=newest, **keeping(run))
+    retention.prune(run.folder, newest=newest, **keeping(run))
 
 
 def keeping(run: Run) -> dict[str, Any]:
@@ -260,31 +252,13 @@ def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
     run.generator.restore_checks(stored["generator"])
 
 
-@dataclass
-class StoredRun:
-    """The entry `run` of a checkpoint's state."""
-
-    state: State
-    beta: AdaptiveBeta
-    entropy_bonus: AdaptiveEntropyBonus
-    position: int  # prompts taken
-    signal_share: float
-    reference_moved: bool
-    # By process; not restored if the number of processes has changed:
-    micro_batch_tokens: list[int | None]
-    counts_images: list[bool]
-    cache_tokens: list[int | None]
-    modes: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> StoredRun:
-        """Returns the record of an entry."""
-        entry = dict(saved)
-        beta = AdaptiveBeta(entry.pop("beta"))
-        bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
-        own = {f.name: entry.pop(f.name) for f in fields(cls)[3:]}
-        state = State(**{f.name: entry[f.name] for f in fields(State)})
-        return cls(state, beta, bonus, **own)
+def restored_state(saved: Mapping[str, Any], log_history: list[dict[str, Any]] | None) -> State:
+    """Returns the progress that the entry `run` of a checkpoint's state holds."""
+    state = State(**{f.name: saved[f.name] for f in fields(State)})
+    state.since, state.log_history = time.monotonic(), log_history
+    state.beta = AdaptiveBeta(**saved["beta"])
+    state.entropy_bonus = AdaptiveEntropyBonus(**saved["entropy_bonus"])
+    return state
 
 
 def check_optimizer(recipe: Recipe, path: Path) -> None:
@@ -297,9 +271,9 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
     stored = read_yaml(path / provenance.RECIPE)
     shown = paths.shown(path)
     weights = f"model.path={shown} model.build=null"
-    if recipe.adapter.method != "none":
+    if sources.is_adapter(path):
         weights = f"adapter.path={shown}"
-    for knob in ("algorithm", "args"):
+    for knob in flagged(Optimizer, "kept"):
         was, value = stored["optimizer"][knob], getattr(recipe.optimizer, knob)
         if was != value:
             raise UserError(
@@ -328,7 +302,7 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
             "which is another model under the adapter; give another output_dir to begin a run."
         )
     before, now = dict(stored["adapter"]), asdict(recipe.adapter)
-    for knob in (knob for knob in now if knob not in ("path", "sync")):
+    for knob in flagged(Adapter, "kept"):
         if before[knob] != now[knob]:
             raise UserError(
                 f"adapter.{knob} = {now[knob]}: {shown} was trained with {before[knob]}, and a "
@@ -362,9 +336,9 @@ def restore(run: Run, path: Path) -> None:
     # before its next checkpoint may have logged it already.
     run.reporter.rewind(run.state.step - (run.recovery.unreported is not None))
     if workers.is_main:
-        for name in checkpointer.set_aside(run.folder, path, run.state.step):
+        for name in retention.set_aside(run.folder, path, run.state.step):
             run.reporter.say(f"  checkpoint {name} is of another course: now {name}.old")
-        checkpointer.discard_kept(run.folder, run.state.step + (run.recovery.progress is not None))
+        retention.discard_kept(run.folder, run.state.step + (run.recovery.progress is not None))
 
 
 def restore_state(run: Run, path: Path) -> dict[str, Any]:
@@ -377,22 +351,20 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
         UserError: the checkpoint is of another model.
     """
     saved = _load(run, path)
-    workers, stored = run.workers, StoredRun.of(saved["run"])
-    run.state, run.beta, run.entropy_bonus = stored.state, stored.beta, stored.entropy_bonus
-    run.queue.position, run.queue.signal_share = stored.position, stored.signal_share
+    workers, stored = run.workers, saved["run"]
+    # The history is empty if no reward read it at the checkpoint.
+    history = None if run.state.log_history is None else json.loads(saved["log_history"])
+    run.state = restored_state(stored, history)
+    run.queue.position, run.queue.signal_share = stored["position"], stored["signal_share"]
     run.queue.lengths = saved["lengths"]
     run.queue.stream.restore(saved["stream"])
     if run.policy.reference is not None:
-        run.policy.reference.has_moved = stored.reference_moved
+        run.policy.reference.has_moved = stored["reference_moved"]
     run.checkpointer.best = saved["best"]
     _note_best(run, run.state.best_step)  # its checkpoint may be the one that `saved` comes from
     if scaler := saved["grad_scaler"]:
         run.policy.scaler.load_state_dict(scaler)
-    run.reporter.alarms.restore(saved["alarms"])
-    run.stop_rules.restore(saved["stop"])
     run.recovery.unreported = saved["unreported"]
-    if run.log_history is not None:  # empty if no reward read it at the checkpoint
-        run.log_history = json.loads(saved["log_history"])
     run.queue.leftover = _leftover(run, saved["carried"])
     run.recovery.progress = _progress(run, saved["work"])
     _restore_prefetched(run, saved["ahead"])
@@ -401,16 +373,17 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     if same_processes:
         random_streams.set_rng_state(saved["rng"][workers.rank])
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
-            run.policy.micro_batches.budget.tokens = stored.micro_batch_tokens[workers.rank]
-            run.policy.micro_batches.budget.counts_images = stored.counts_images[workers.rank]
-        run.generator.cache_tokens = stored.cache_tokens[workers.rank]
+            budget = run.policy.micro_batches.budget
+            budget.tokens = stored["micro_batch_tokens"][workers.rank]
+            budget.counts_images = stored["counts_images"][workers.rank]
+        run.generator.cache_tokens = stored["cache_tokens"][workers.rank]
         if before["model"]["compile"] == run.recipe.model.compile:
-            restore_checks(run, stored.modes[workers.rank])
+            restore_checks(run, stored["modes"][workers.rank])
     # An adaptive coefficient restarts if its initial value was changed.
     if before["loss"]["beta"] != run.recipe.loss.beta:
-        run.beta.adapted = None
+        run.state.beta.adapted = None
     if before["loss"]["entropy_coef"] != run.recipe.loss.entropy_coef:
-        run.entropy_bonus.adapted = None
+        run.state.entropy_bonus.adapted = None
     return saved
 
 
@@ -468,7 +441,7 @@ def _leftover(run: Run, saved: Sequence[list[dict[str, Any]]]) -> list[Group]:
     return usable
 
 
-def _progress(run: Run, saved: dict[str, Any] | None) -> step_progress.StepProgress | None:
+def _progress(run: Run, saved: dict[str, Any] | None) -> StepProgress | None:
     """Returns the interrupted step, if it is still usable."""
     if saved is None:
         return None
@@ -476,7 +449,7 @@ def _progress(run: Run, saved: dict[str, Any] | None) -> step_progress.StepProgr
     found = None
     if saved["how"] == fingerprint:
         own = of_this_process(run, saved["own"])
-        found = step_progress.from_state(saved, own, run.queue.stream, fingerprint)
+        found = StepProgress.restored(saved, own, run.queue.stream, fingerprint)
     if run.workers.max(float(found is None)):
         run.reporter.say("  the interrupted step is of another recipe: it starts again")
         return None

@@ -1,50 +1,232 @@
-"""The live objects of a run, and its state."""
+"""The live objects of a run, and its state: what a checkpoint stores besides weights."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from grpo_cli import random_streams
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
+from grpo_cli.algorithm.loss import MeasuredUpdate
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.config.schema import Recipe, Stop
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data import PromptStream
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.sessions import Sessions
-from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation.base import Generator
 from grpo_cli.models.policy import Policy
+from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats
 from grpo_cli.reporting.hub import Pusher
-from grpo_cli.reporting.reporter import Reporter, readable
+from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
-from grpo_cli.training.contents import Contents
-from grpo_cli.training.plan import PlanRecord
-from grpo_cli.training.recovery import Recovery
+from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
 from grpo_cli.training.rollouts.queue import RolloutQueue
-from grpo_cli.training.stop_rules import Reason, StopRules
+from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
+
+KL_STEPS = 5  # measurements in a row above stop.max_kl: the KL of one batch is noisy
+
+
+class Reason(NamedTuple):
+    """Why a run ended before its last step."""
+
+    rule: str  # a key of the recipe
+    sentence: str
 
 
 @dataclass
 class State:
-    """The progress of a run; a checkpoint stores it together with weights and optimizer."""
+    """The progress of a run; a checkpoint stores it together with weights and optimizer.
+
+    It is the same on every process, except the times. Of the rules of `stop` it holds the counts,
+    and not what they led to: a resumed run judges them by its own limits.
+    """
 
     step: int = 0  # completed steps
     num_tokens: float = 0  # prompt and completion tokens, over all processes
-    seconds: float = 0  # over all starts of the run
+    seconds: float = 0  # over all starts of the run, up to `since`
+    since: float = field(default_factory=time.monotonic)
     before: dict[str, float] | None = None  # metrics of the evaluation before the first step
     after: dict[str, float] | None = None  # metrics of the newest evaluation
     after_step: int = 0  # the step of the newest evaluation
     best_step: int | None = None  # the step of the best evaluation
     best_value: float = -math.inf  # the best value of the metric `eval.best`
     worse: int = 0  # evaluations in a row since the best one
+    no_gradient: int = 0  # steps in a row in which no completion had an advantage
+    hours: float = 0.0  # up to the last step, if there is a limit
+    high_kl: int = 0  # measurements in a row at or above stop.max_kl
     stop_reason: str | None = None  # why the run ends before its last step, as a callback says
-    tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id by tracker
+    beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
+    entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
+    log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
+
+    def follow_step(self, recipe: Recipe, metrics: Mapping[str, float], workers: Workers) -> None:
+        """Updates the counts of the stop rules with a complete step, before its evaluation."""
+        if recipe.stop.hours is not None:  # each process measures, and the longest time counts
+            self.hours = workers.max(self.total_seconds) / 3600
+        if ZERO_ADVANTAGE in metrics:
+            self.no_gradient = self.no_gradient + 1 if metrics[ZERO_ADVANTAGE] == 1 else 0
+        kl, limit = metrics.get("kl", math.nan), recipe.stop.max_kl
+        if limit is not None and not math.isnan(kl):
+            self.high_kl = self.high_kl + 1 if kl >= limit else 0
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of training, evaluating and saving, over all starts of the run."""
+        return self.seconds + time.monotonic() - self.since
+
+    def stopped_by(self, recipe: Recipe) -> Reason | None:
+        """Returns the rule that has ended the run before its last step; docs/alarms.md lists all.
+
+        None if there is no such rule, or if the last step is complete.
+        """
+        stop, patience, best = recipe.stop, recipe.eval.patience, f"eval/{recipe.eval.best}"
+        at_best = f"{self.best_value:.3f} at step {self.best_step}"
+        if self.step >= recipe.steps:
+            return None
+        if 0 < patience <= self.worse:
+            why = f"no better {best} than {at_best} in {self.worse} evaluations"
+            return Reason("eval.patience", f"{why} (eval.patience = {patience})")
+        if stop.accuracy is not None and self.best_value >= stop.accuracy:
+            why = f"{best} is {at_best} (stop.accuracy = {stop.accuracy:g})"
+            return Reason("stop.accuracy", why)
+        if self.stop_reason is not None:
+            rule, _, why = self.stop_reason.partition(": ")
+            return Reason(rule, f"{why} ({rule})")
+        if 0 < stop.zero_gradient <= self.no_gradient:
+            why = f"no completion had an advantage in the last {stop.zero_gradient} steps"
+            rule = "stop.zero_gradient"
+            return Reason(rule, f"{why} ({rule} = {stop.zero_gradient})")
+        if stop.hours is not None and self.hours >= stop.hours:
+            why = f"{self.hours:.3g} hours are spent (stop.hours = {stop.hours:g})"
+            return Reason("stop.hours", why)
+        if stop.max_kl is not None and self.high_kl >= KL_STEPS:
+            why = f"the KL to the reference was too high in {KL_STEPS} measurements in a row"
+            return Reason("stop.max_kl", f"{why} (stop.max_kl = {stop.max_kl:g})")
+        return None
+
+
+@dataclass
+class StepBatch:
+    """The groups of a step, with the outcomes of all processes."""
+
+    groups: list[Group]  # this process's
+    step_stats: StepStats  # outcomes of every process's groups
+    sampled: StepStats  # outcomes of all groups sampled in this step, dropped ones included
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepProgress:
+    """A step that is not complete: its batch, and the updates that are done.
+
+    A run that is stopped mid-step stores its progress and is resumed there.
+    """
+
+    collected: StepBatch
+    totals: list[MeasuredUpdate] = field(default_factory=list)  # by optimizer step
+    norms: list[float] = field(default_factory=list)  # gradient norm by optimizer step
+    updates: int = 0  # optimizer steps done, including those with nothing to train on
+    coefficients: dict[str, float] = field(default_factory=dict)  # at the first optimizer step
+
+    def shared(self) -> dict[str, Any]:
+        """Returns the part that is the same on every process, as plain values."""
+        done = self.collected
+        return {
+            "whole_step": _plain(done.step_stats),
+            "sampled": _plain(done.sampled),
+            "metrics": done.metrics,
+            "totals": [t.to_state() for t in self.totals],
+            "norms": self.norms,
+            "updates": self.updates,
+            "coefficients": self.coefficients,
+        }
+
+    def own(self, fingerprint: str) -> list[dict[str, Any]]:
+        """Returns this process's groups as plain values and tensors."""
+        entries = to_entries(self.collected.groups, fingerprint)
+        for entry in entries:  # the rollout's own value may have a KL subtracted
+            rollout_stats = self.collected.step_stats[entry["position"]]
+            for values, outcome in zip(entry["rollouts"], rollout_stats, strict=True):
+                values["outcome_reward"] = outcome.outcome_reward
+        return entries
+
+    @classmethod
+    def restored(
+        cls,
+        shared: Mapping[str, Any],
+        own: Sequence[dict[str, Any]],
+        stream: PromptStream,
+        fingerprint: str,
+    ) -> StepProgress | None:
+        """Restores a stored progress; None if the recipe has another fingerprint now."""
+        groups = from_entries(own, stream, fingerprint)
+        if len(groups) < len(own):
+            return None
+        stats = (_outcomes(shared["whole_step"]), _outcomes(shared["sampled"]))
+        totals = [MeasuredUpdate.from_state(t) for t in shared["totals"]]
+        norms, coefficients = list(shared["norms"]), dict(shared["coefficients"])
+        collected = StepBatch(groups, *stats, shared["metrics"])
+        return cls(collected, totals, norms, shared["updates"], coefficients)
+
+
+def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:
+    return [
+        (p, [{**o._asdict(), "episode": o.episode and o.episode._asdict()} for o in group])
+        for p, group in step_stats.items()
+    ]
+
+
+def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
+    def stats(values: Mapping[str, Any]) -> RolloutStats:
+        episode = values["episode"]
+        return RolloutStats(**{**values, "episode": episode and EpisodeStats(**episode)})
+
+    return {p: [stats(o) for o in group] for p, group in saved}
+
+
+class Recovery:
+    """Tracks the point from which an interrupted run is resumed, which may be mid-step.
+
+    It is the last point at which everything was complete: a complete step, a step whose rollouts
+    are scored, or an optimizer step. A resumed run continues there with the same random streams, so
+    that it is bit-identical.
+    """
+
+    def __init__(self) -> None:
+        self.progress: StepProgress | None = None  # the present step's, once it is scored
+        self.unreported: dict[str, float] | None = None  # metrics of a step before its evaluation
+        self.random_streams: dict[str, Any] | None = None  # at the last complete point
+        self.saved_step = -1  # newest checkpoint since the run was started or resumed
+        self.interrupted: Path | None = None  # the checkpoint of an interrupted step
+        self._before: tuple[Any, ...] = ()  # the queue before the step's rollouts were sampled
+
+    def mark(self) -> None:
+        """Makes the present state the point to resume from."""
+        self.random_streams = random_streams.rng_state()
+
+    def begin_step(self, queue: RolloutQueue) -> None:
+        """Takes the snapshot that `rollback` restores if the rollouts cannot be completed."""
+        self._before = queue.snapshot()
+        self.mark()
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Forgets the present step, which is complete except for its evaluation."""
+        self.progress, self._before, self.unreported = None, (), metrics
+        self.mark()
+
+    def rollback(self, run: Run) -> None:
+        """Restores the last complete point."""
+        run.policy.zero_grad()
+        if self.progress is None and self._before:
+            run.queue.rollback(self._before)
 
 
 @dataclass
@@ -60,26 +242,13 @@ class Run:
     generator: Generator
     queue: RolloutQueue
     scorer: Scorer
-    evaluator: Evaluator | None
     reporter: Reporter
     checkpointer: Checkpointer
     pusher: Pusher
+    sessions: Sessions | None = None  # opens the environments of rollouts
     state: State = field(default_factory=State)
     recovery: Recovery = field(default_factory=Recovery)
-    beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
-    entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
-    stop_rules: StopRules = field(default_factory=lambda: StopRules(Stop()))
-    log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
-    sessions: Sessions | None = None  # opens the environments of rollouts
     callbacks: Callbacks = field(default_factory=Callbacks)
-    contents: Contents = field(default_factory=dict)  # hashes of files read; main process only
-    plan: PlanRecord | None = None  # memory and time; main process only
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, evaluating and saving, over all starts of the run."""
-        return self.state.seconds + time.monotonic() - self.started
 
     @property
     def is_over(self) -> bool:
@@ -89,30 +258,7 @@ class Run:
     @property
     def stopped_by(self) -> Reason | None:
         """The rule that has ended the run before its last step, if one has."""
-        state, patience = self.state, self.recipe.eval.patience
-        if state.step >= self.recipe.steps:
-            return None
-        if 0 < patience <= state.worse:
-            return Reason(
-                "eval.patience",
-                f"no better eval/{self.recipe.eval.best} than {state.best_value:.3f} at step "
-                f"{state.best_step} in {state.worse} evaluations (eval.patience = {patience})",
-            )
-        wanted = self.recipe.stop.accuracy
-        if wanted is not None and state.best_value >= wanted:
-            return Reason(
-                "stop.accuracy",
-                f"eval/{self.recipe.eval.best} is {state.best_value:.3f} at step "
-                f"{state.best_step} (stop.accuracy = {wanted:g})",
-            )
-        if state.stop_reason is not None:
-            rule, _, why = state.stop_reason.partition(": ")
-            return Reason(rule, f"{why} ({rule})")
-        return self.stop_rules.reason
-
-    def evaluated_before(self) -> dict[str, Any] | None:
-        """Returns the metrics of the evaluation before the first step, for status.json."""
-        return readable(self.state.before) if self.state.before else None
+        return self.state.stopped_by(self.recipe)
 
     def trainer_state(self) -> TrainerState:
         """Returns the progress of the run for reward functions that take `trainer_state`."""
@@ -124,8 +270,14 @@ class Run:
             num_input_tokens_seen=int(state.num_tokens),
             best_metric=None if state.best_step is None else state.best_value,
             best_global_step=state.best_step,
-            log_history=list(self.log_history or ()),
+            log_history=list(state.log_history or ()),
         )
+
+    @property
+    def should_save(self) -> bool:
+        """Whether to save after the present step: on schedule, at the end, or at a new best."""
+        every, step = self.recipe.checkpoint.every, self.state.step
+        return self.is_over or (every > 0 and (step % every == 0 or step == self.state.best_step))
 
     def check_folder(self) -> None:
         """Raises a TrainingError if the run's folder was renamed or removed meanwhile."""
@@ -150,6 +302,7 @@ class Run:
         self.interrupts.stop.release()
         self.pusher.close()
         self.reporter.close()
+        self.callbacks.close()
         self.generator.close()
         self.scorer.executor.close()
         if self.sessions is not None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.data import MixtureStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
+from grpo_cli.generation.settings import Generation
 from grpo_cli.models.flops import peak_flops
-from grpo_cli.reporting.alarms import ACTIVE
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
-from grpo_cli.training.run import Run
-from grpo_cli.training.step_progress import StepBatch, StepProgress
+from grpo_cli.training.run import Run, StepBatch, StepProgress
 
 ENTROPY_EVERY = 10  # steps; the metric costs a softmax over the vocabulary
 
@@ -137,7 +136,7 @@ class Step:
             del metrics[STALENESS]
         coefficients = dict(self.progress.coefficients)
         if loss.kl_target is not None and math.isfinite(self.measured_kl):
-            coefficients["beta"] = run.beta.value(loss)
+            coefficients["beta"] = run.state.beta.value(loss)
         return logged(loss, metrics | averages) | coefficients
 
     def finish(self) -> None:
@@ -154,37 +153,27 @@ class Step:
             o.prompt_tokens + o.tokens for group in collected.sampled.values() for o in group
         )
         self.metrics |= {"num_tokens": run.state.num_tokens, "epoch": run.queue.epoch}
-        run.stop_rules.follow_step(self.metrics, run.seconds, run.workers)
-        run.recovery.end_step()
-        run.recovery.unreported = self.metrics
+        run.state.follow_step(run.recipe, self.metrics, run.workers)
+        run.recovery.end_step(self.metrics)
         self.is_complete = True
 
-    def log_completions(self) -> None:
-        """Writes the step's completions if due, before an evaluation that may be interrupted."""
-        run, groups = self.run, self.batch.groups if self.batch else []
-        run.check_folder()
-        if run.reporter.keeps_completions(run.state.step):
-            images = run.reporter.has_images
-            rows = rows_of_all(run.workers, run.state.step, groups, images)
-            run.reporter.completions(run.state.step, rows)
-
     def log(self) -> None:
-        """Logs the step's metrics once, those of evaluation and callbacks included."""
+        """Logs completions and metrics, once; callbacks may add metrics of an evaluation."""
         run, number = self.run, self.run.state.step
         groups = self.batch.groups if self.batch else []
-        raised = run.reporter.alarms.follow(number, self.metrics)
-        self.metrics[ACTIVE] = run.reporter.alarms.active
-        self.metrics |= run.callbacks.step(run, self.metrics, groups)
+        run.check_folder()
+        rows: list[dict[str, Any]] = []
+        if run.reporter.keeps_completions(number):  # stored before an evaluation interrupts
+            rows = rows_of_all(run.workers, number, groups, run.reporter.has_images)
+            run.reporter.completions(number, rows)
+        run.callbacks.step(run, self.metrics, groups)
         run.reporter.step(number, self.metrics)
-        run.reporter.alarmed(number, "alarm", raised)
-        if run.plan is not None:
-            run.plan.metrics.append(self.metrics)
-        if run.log_history is not None:  # times differ by process: all keep the main one's
+        if run.state.log_history is not None:  # times differ by process: all keep the main one's
             line = metrics_line(number, self.metrics)
-            run.log_history.append(run.workers.gather(line)[0])
+            run.state.log_history.append(run.workers.gather(line)[0])
+        run.callbacks.call(run, "on_log", completions=rows)
         run.recovery.unreported = None
         run.recovery.mark()  # rewards may draw random numbers in an evaluation too
-        run.reporter.alarms.check_rewards(number)
 
 
 def steps(run: Run) -> Iterator[Step]:
@@ -203,7 +192,7 @@ def begin(run: Run) -> Step:
     clock = make_clock(run)
     heartbeat.at("generate", run.state.step + 1)
     run.interrupts.begin_step()
-    run.recovery.begin_step(run)
+    run.recovery.begin_step(run.queue)
     progress = run.recovery.progress
     batch = progress.collected if progress else None
     return Step(run, run.state.step, recipe, clock, dict(metrics), batch)
@@ -216,7 +205,7 @@ def make_clock(run: Run) -> Clock:
     # A CPU's peak can only be measured, and other programs would distort it.
     on_cpu = run.workers.device.type == "cpu"
     peak = math.nan if on_cpu else peak_flops(run.workers.device, dtype)
-    meter = None if run.plan is None else run.plan.meter.of_next_step(run.policy.resident_bytes)
+    meter = run.reporter.meter and run.reporter.meter.of_next_step(run.policy.resident_bytes)
     return Clock(run.workers.device, stages, peak, meter=meter)
 
 

@@ -35,8 +35,8 @@ from grpo_cli.algorithm.advantages import (
     rloo,
     turn_advantages,
 )
+from grpo_cli.algorithm.settings import Advantage
 from grpo_cli.algorithm.variants import apply, knobs_read, own_arguments, parameters
-from grpo_cli.config.schema import Advantage
 from grpo_cli.records import RolloutStats, reward_tensors
 from tests import reference_advantages as reference
 from tests.conftest import make_group, make_rollout

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.algorithm.variants import POLICY, RULES, find, own_arguments, readers, traits_of
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Advantage, Loss
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import parse
 from tests.algorithm.test_loss import measured, output_of, terms_of

@@ -18,14 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.batch import collate
+from grpo_cli.algorithm.batch import WEIGHTS, collate
 from grpo_cli.algorithm.corrections import MODES
 from grpo_cli.algorithm.loss import Coefficients, LossOutput, grpo_loss
-from grpo_cli.algorithm.normalization import WEIGHTS
-from grpo_cli.config.schema import Advantage, Loss, Recipe, Reward
+from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
 from grpo_cli.records import Group, reward_tensors, rollout_stats
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.rollouts import credit
 from tests.algorithm.test_loss import config_of, every_loss
 from tests.conftest import CPU, make_group, make_rollout

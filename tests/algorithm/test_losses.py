@@ -14,9 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from grpo_cli.algorithm.batch import WEIGHTS
 from grpo_cli.algorithm.corrections import MODES
-from grpo_cli.algorithm.kl import ESTIMATORS
 from grpo_cli.algorithm.losses import (
+    ESTIMATORS,
     POLICY,
     cispo,
     clip_cov,
@@ -29,9 +30,9 @@ from grpo_cli.algorithm.losses import (
     vespo,
     vespo_weight,
 )
-from grpo_cli.algorithm.normalization import WEIGHTS
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import own_arguments, parameters
-from grpo_cli.config.schema import Loss
+from grpo_cli.config.knob import flags_of
 from tests import reference_losses as reference
 from tests.programs import ROOT
 
@@ -329,7 +330,7 @@ def test_what_a_loss_reads_are_knobs(policy: str) -> None:
 
 
 def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:
-    for policy in FIELDS["ratio_level"].metadata["read_if"][1:]:
+    for policy in flags_of(FIELDS["ratio_level"]).read_if[1:]:
         assert "ratio" in parameters(POLICY[policy])[0]
 
 

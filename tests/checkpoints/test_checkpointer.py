@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from grpo_cli import random_streams
-from grpo_cli.checkpoints import checkpointer, manifest
+from grpo_cli.checkpoints import checkpointer, manifest, retention
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import (
     checkpoint_path,
@@ -118,9 +118,9 @@ def saved(tmp_path: Path, tokenizer: Tokenizer, saver: Checkpointer) -> Saved:
 
 def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
     empty(tmp_path, 1, 2, 3)
-    checkpointer.prune(tmp_path, 1, None, in_use={checkpoint_path(tmp_path, 1)})
+    retention.prune(tmp_path, 1, None, in_use={checkpoint_path(tmp_path, 1)})
     assert steps_saved(tmp_path) == [1, 3]
-    checkpointer.prune(tmp_path, 1, None)
+    retention.prune(tmp_path, 1, None)
     assert steps_saved(tmp_path) == [3]
 
 
@@ -534,10 +534,10 @@ def test_the_oldest_checkpoint_goes_first_on_a_disk_that_holds_no_more(
     monkeypatch.setattr(manifest, "free_bytes", lambda folder: size - taken())
     for step in (2, 3, 4):
         path = checkpoint_path(tmp_path, step)
-        kept = partial(checkpointer.outdated, tmp_path, keep_last, best, path)
+        kept = partial(retention.outdated, tmp_path, keep_last, best, path)
         saver.save(path, parts, {}, "", tokenizer, with_model=False, outdated=kept)
         if saver.wait() is None:
-            checkpointer.prune(tmp_path, keep_last, best, path)
+            retention.prune(tmp_path, keep_last, best, path)
         if step == damaged:
             (path / "training" / "state.pt").write_bytes(b"")
     assert steps_saved(tmp_path) == steps
@@ -634,7 +634,7 @@ def test_prune_keeps_the_newest_and_the_best(
     tmp_path: Path, keep_last: int, best: int | None, kept: list[int]
 ) -> None:
     empty(tmp_path, 3, 20, 30, 100)
-    checkpointer.prune(tmp_path, keep_last, best)
+    retention.prune(tmp_path, keep_last, best)
     assert steps_saved(tmp_path) == kept
 
 
@@ -646,8 +646,8 @@ def test_prune_removes_a_link_and_not_what_lies_behind_it(tmp_path: Path) -> Non
     for link in (checkpoint_path(run, 10), interrupted_path(run, 5), kept_path(run, 4)):
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(moved)
-    checkpointer.prune(run, 1, None, checkpoint_path(run, 20))
-    checkpointer.discard_kept(run, 3)
+    retention.prune(run, 1, None, checkpoint_path(run, 20))
+    retention.discard_kept(run, 3)
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-20"]
     assert not [*(run / "replay").iterdir()]
     assert (moved / "training").is_dir()
@@ -668,7 +668,7 @@ def test_a_checkpoint_takes_the_place_of_a_link(tmp_path: Path, is_dangling: boo
 
 def test_prune_never_removes_the_one_just_written(tmp_path: Path) -> None:
     empty(tmp_path, 20, 30, 40)  # gone on from 20, for 40 is damaged
-    checkpointer.prune(tmp_path, 1, None, checkpoint_path(tmp_path, 30))
+    retention.prune(tmp_path, 1, None, checkpoint_path(tmp_path, 30))
     assert steps_saved(tmp_path) == [30, 40]
 
 
@@ -681,20 +681,20 @@ def test_prune_removes_torn_folders_but_not_the_one_being_written(
     for name in ("step-7.tmp", "step-5.tmp", "interrupted.tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-3.replaced").mkdir()
-    checkpointer.prune(tmp_path, 2, None)
+    retention.prune(tmp_path, 2, None)
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-3", "step-7.tmp"]
     saver.go.set()
     assert saver.wait() is None
     shutil.rmtree(path)
     path.with_name("step-7.tmp").mkdir()
-    checkpointer.prune(tmp_path, 2, None)
+    retention.prune(tmp_path, 2, None)
     assert not path.with_name("step-7.tmp").exists(), "nobody writes it any more"
 
 
 def test_checkpoints_of_another_course_are_set_aside(tmp_path: Path) -> None:
     empty(tmp_path, 1, 2, 10)
-    aside = checkpointer.set_aside(tmp_path, checkpoint_path(tmp_path, 1), 1)
+    aside = retention.set_aside(tmp_path, checkpoint_path(tmp_path, 1), 1)
     assert aside == ["step-2", "step-10"], "also without a state: what is damaged goes as well"
     assert steps_saved(tmp_path) == [1]
     assert (tmp_path / "checkpoints" / "step-10.old").is_dir()

@@ -133,7 +133,7 @@ def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
     live = built(tmp_path / "run")
     rename(live.folder)
     for write in (
-        Step(live, 0, live.recipe, make_clock(live)).log_completions,
+        Step(live, 0, live.recipe, make_clock(live)).log,
         partial(save, live),
     ):
         with pytest.raises(TrainingError, match="was renamed or removed"):

@@ -18,12 +18,15 @@ from grpo_cli import cli
 from grpo_cli.checkpoints import provenance
 from grpo_cli.commands import evaluation_run, replay
 from grpo_cli.config.compose import recipe_files, shipped
+from grpo_cli.config.keys import ENTRIES, KNOBS
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml
-from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe, Reward, knobs
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.settings import OF_TRAINING, without_unread_data
+from grpo_cli.evaluation.knobs import OF_TRAINING, without_unread_data
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_yaml
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import build, prepare
 from tests.tables import rows_of
 
@@ -91,8 +94,8 @@ def test_what_a_recipe_asks_for(name: str, tmp_path: Path) -> None:
 
 def every_knob() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """All knobs of the schema, with those of an entry `x` of each mapping of entries."""
-    sections = {key.rpartition(".")[0] for key, _ in knobs()}
-    for key, field in knobs():
+    sections = {key.rpartition(".")[0] for key in KNOBS}
+    for key, field in KNOBS.items():
         if key not in sections and key not in ENTRIES:
             yield key, field
     for key, kind in ENTRIES.items():

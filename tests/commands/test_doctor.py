@@ -9,15 +9,11 @@ import pytest
 from grpo_cli import cli, sandbox
 from grpo_cli.commands import doctor
 from grpo_cli.commands.doctor import BROKEN, NOTE, OK, Finding
-from grpo_cli.config.schema import (
-    Adapter,
-    Dataset,
-    Hub,
-    Model,
-    Optimizer,
-    Recipe,
-    Reward,
-)
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
+from grpo_cli.models.settings import Adapter, Model, Optimizer
+from grpo_cli.reporting.settings import Hub
+from grpo_cli.scoring.settings import Reward
 from tests.tables import table
 
 

@@ -9,23 +9,17 @@ from omegaconf import OmegaConf
 from grpo_cli.commands.evaluate import spelt_out
 from grpo_cli.config.compose import compose_and_call
 from grpo_cli.config.parsing import parse
-from grpo_cli.config.schema import Benchmark, Dataset, Recipe, knobs
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.settings import (
-    MEANT,
-    OF_ROWS,
-    OF_SAMPLING,
-    READ_OF_COMPLETIONS,
-    READ_OF_THEIR_BENCHMARK,
+from grpo_cli.evaluation.knobs import (
     check_read,
     check_read_of_completions,
     check_rows,
     settings,
     without_training,
 )
-
-KNOBS = [key for key, _ in knobs()]
-
+from grpo_cli.evaluation.settings import Benchmark
 
 # Which knobs are read.
 
@@ -77,13 +71,6 @@ def test_of_completions_that_are_there_less_is_read(word: str) -> None:
     check_read_of_completions(["-m", "benchmark=own", "benchmark.own.args.units=true", "eval.k=2"])
     with pytest.raises(UserError, match="nothing is sampled with completions=FILE"):
         check_read_of_completions([word])
-
-
-def test_the_named_keys_are_there() -> None:
-    for key in {*OF_SAMPLING, *READ_OF_COMPLETIONS, *MEANT, *MEANT.values()}:
-        assert key in ("benchmark.", "hydra.") or key.rstrip(".") in KNOBS, key
-    assert {*OF_ROWS} <= vars(Recipe()).keys()
-    assert {*READ_OF_THEIR_BENCHMARK} <= vars(Benchmark()).keys()
 
 
 # What a recipe says of training is no matter.

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli.checkpoints import manifest
 from grpo_cli.commands import evaluate as evaluate_command
 from grpo_cli.commands import evaluation_run
-from grpo_cli.config.schema import Benchmark
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tables
 from grpo_cli.evaluation.estimates import estimate
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling

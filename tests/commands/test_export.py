@@ -18,10 +18,10 @@ from grpo_cli.checkpoints import manifest, model_folder, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import checkpoint_path
 from grpo_cli.commands import export
-from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
+from grpo_cli.models.settings import Adapter, Model
 from tests.commands.conftest import Grpo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

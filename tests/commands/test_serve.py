@@ -16,7 +16,7 @@ import pytest
 from grpo_cli import IMPORT_ROOT, cli
 from grpo_cli.commands import serve
 from grpo_cli.config import parsing
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm import launch, server_log
 from grpo_cli.generation.vllm.launch import ServerPlan, ServerSettings

@@ -14,8 +14,8 @@ import pytest
 
 from grpo_cli import cli
 from grpo_cli.commands import train
-from grpo_cli.config.schema import Distributed
 from grpo_cli.distributed.job_store import Failure
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal
 from grpo_cli.distributed.supervisor import Supervisor
 from grpo_cli.distributed.workers import Workers, exit_process
@@ -113,7 +113,9 @@ def test_no_exit_code_makes_torchrun_start_what_was_stopped_again(
 def program(folder: Path, mode: str) -> None:
     """One of two processes whose second is stopped, or fails, before the run is built."""
 
-    def building(prepared: Any, command: list[str], workers: Workers, stop: StopSignal) -> Any:
+    def building(
+        prepared: Any, command: list[str], workers: Workers, stop: StopSignal, features: Any
+    ) -> Any:
         workers.barrier()
         if workers.rank == 1:
             time.sleep(0.3)  # the other waits

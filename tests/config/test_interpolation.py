@@ -13,10 +13,10 @@ from rich.console import Console
 from grpo_cli import cli
 from grpo_cli.config import interpolation, parsing
 from grpo_cli.config.compose import register_schema
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml, differences
-from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.settings import settings
+from grpo_cli.evaluation.knobs import settings
 from grpo_cli.reporting.reporter import Reporter
 
 SECRET = "hunter3-env-secret"

@@ -12,11 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.algorithm import arguments
 from grpo_cli.algorithm.variants import POLICY, RULES
-from grpo_cli.config.contradictions import notices
-from grpo_cli.config.knob import allowed, as_written
-from grpo_cli.config.parsing import SCHEDULABLE, value_at, with_steps
-from grpo_cli.config.schema import Model, Recipe, Reward, Schedule, knobs
+from grpo_cli.config.keys import KNOBS, flagged
+from grpo_cli.config.knob import allowed, as_written, flags_of, value_at
+from grpo_cli.config.notices import notices
+from grpo_cli.config.parsing import SCHEDULABLE, with_steps
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.schedules import Schedule
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Model
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.prepare import parse
 
 SOUND: dict[str, Any] = {
@@ -31,7 +35,6 @@ BUILT: dict[str, Any] = {
     "generation.max_completion_tokens": 8,
 }
 TALKS: dict[str, Any] = {"environment.path": "my:Environment", "dataset.chat": True}
-KNOBS = dict(knobs())
 DEFAULTS = Recipe()
 
 
@@ -296,7 +299,7 @@ def test_votes_need_a_reward_that_judges_answers() -> None:
 
 # What nothing reads.
 
-READ_IF = {key: f.metadata["read_if"] for key, f in KNOBS.items() if f.metadata.get("read_if")}
+READ_IF = {key: flags_of(KNOBS[key]).read_if for key in flagged("read_if")}
 READ_IF |= {  # the knobs that some losses and rules read, by the signatures of these
     key: ("loss.policy" if key.startswith("loss.") else "advantage.rule", *readers)
     for key in KNOBS

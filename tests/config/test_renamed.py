@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.config import renamed
+from grpo_cli.config.keys import KNOBS, entry_field
 from grpo_cli.config.parsing import no_such_key
-from grpo_cli.config.schema import entry_field, knobs
 
 TRL = (Path(__file__).parent / "trl_names.txt").read_text("utf-8").split("\n")[1:-1]
-KNOBS = {key for key, _ in knobs()}
 GROUPS = Path(renamed.__file__).parents[2] / "recipes"
 
 

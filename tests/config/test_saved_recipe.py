@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml, differences
-from grpo_cli.config.schema import Optimizer, Recipe
+from grpo_cli.models.settings import Optimizer
 
 
 def stored(recipe: Recipe, *without: str) -> dict[str, Any]:

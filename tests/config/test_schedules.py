@@ -3,9 +3,13 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.parsing import SCHEDULABLE, value_at
-from grpo_cli.config.schedules import at_step, between, learning_rate, scheduled_value
-from grpo_cli.config.schema import Generation, Loss, Optimizer, Recipe, Schedule
+from grpo_cli.algorithm.settings import Loss
+from grpo_cli.config.knob import value_at
+from grpo_cli.config.parsing import SCHEDULABLE
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.schedules import Schedule, at_step, between, learning_rate, scheduled_value
+from grpo_cli.generation.settings import Generation
+from grpo_cli.models.settings import Optimizer
 
 
 def rates(steps: int, **settings: object) -> list[float]:

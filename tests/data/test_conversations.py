@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import Rows, load_rows, make_prompts, prompt_text
 from grpo_cli.data.conversations import normalized, template_kwargs
+from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample, load, prompt_cell
 from grpo_cli.errors import UserError
 from grpo_cli.records import Completion, Prompt, Rollout
@@ -143,23 +143,6 @@ def test_a_template_that_fails(
     with pytest.raises(UserError) as error:
         made({"prompt": [USER]}, tokenizer)
     assert str(error.value).startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("row", "template", "words"),
-    [
-        ('{"question": {"text": "1+1"}}', "{question}", "holds an object, which is no text; name"),
-        ('{"answers": ["1"]}', "Q: {answers}", "holds a list, which is no text; name a part"),
-    ],
-)
-def test_a_template_with_a_column_that_is_no_text(
-    row: str, template: str, words: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(row + "\n")
-    with pytest.raises(UserError) as error:
-        load_rows(Dataset(train=str(path), prompt=template), "train")
-    assert words in str(error.value)
 
 
 def test_a_part_of_an_object_is_text(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import datasets
 import pytest
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import absolute, has_splits
 from grpo_cli.data import load_rows, open_stream
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.reporter import write_parquet
 from tests.tables import table

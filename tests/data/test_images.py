@@ -7,10 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import images, load_rows
 from grpo_cli.data.prompts import MixtureStream, images_of, prompt_text
 from grpo_cli.data.rows import Rows
+from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
 from grpo_cli.images import ImageError, StoredImage, opened
 from grpo_cli.records import Group, Prompt, rollout_stats
@@ -112,8 +112,11 @@ def test_images_by_url_are_refused() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"type": "video", "video": "a.mp4"}, "a block of the type 'video'; a content is a text"),
-        ({"type": "text"}, "a block of the type text without a text"),
+        (
+            {"type": "video", "video": "a.mp4"},
+            "the block {'type': 'video', 'video': 'a.mp4'}; a content",
+        ),
+        ({"type": "text"}, "the block {'type': 'text'}; a content"),
         ({"text": "Hi"}, "the block {'text': 'Hi'}; a content"),
         (5, "the block 5; a content is a text, or a list of blocks"),
     ],

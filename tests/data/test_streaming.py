@@ -11,8 +11,8 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Dataset
 from grpo_cli.data import StreamedPrompts, make_prompts, open_stream
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from tests.data.test_files import write

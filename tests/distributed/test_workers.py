@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_cli.checkpoints import checkpointer
-from grpo_cli.config.schema import Distributed
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from tests import programs

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.sessions import Session, Sessions
+from grpo_cli.environments.settings import EnvironmentSettings
 
 SAMPLES = "tests.environments.samples"
 PATIENCE = 60.0  # seconds after which a test that hangs fails instead

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build
 from grpo_cli.models import loading, tiny
+from grpo_cli.models.settings import Build
 
 MULTIPLY: dict[str, Any] = {
     "type": "function",

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from grpo_cli import data
-from grpo_cli.config.schema import Dataset, EnvironmentSettings, EpisodeSettings, Recipe
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.factory import check_trl_rollout, first_rows, tools_of
+from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.errors import UserError
 
 

@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import EpisodeSettings
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.response import MalformedCall
 from grpo_cli.environments.sessions import EnvironmentFailure
+from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling

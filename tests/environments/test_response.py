@@ -23,7 +23,6 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
 TOO_MUCH = [
     {"form": "hermes", "text": "<tool_call>" + "[" * 100_000, "error": "not valid JSON"},
     {"form": "hermes", "text": '<tool_call>{"name": ' + "1" * 10_000, "error": "not valid JSON"},
-    {"form": "hermes", "text": "<tool_call></tool_call>" * 2_000, "error": "more than 1,000 calls"},
 ]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from grpo_cli.config.schema import Benchmark, Mode
+from grpo_cli.evaluation.settings import Benchmark, Mode
 from grpo_cli.evaluation.tasks import Task
 
 

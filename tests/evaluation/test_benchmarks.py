@@ -13,10 +13,11 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config import compose, parsing, schema
-from grpo_cli.config.schema import Benchmark
+from grpo_cli.config import compose, parsing
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.rewards import has_votes
 from grpo_cli.rewards._text import boxed_answers
 from grpo_cli.rewards.math import math
@@ -38,7 +39,7 @@ BESIDES = {"model": {"path": "x"}, "dataset": {"train": "t.jsonl"}}  # what ever
 
 
 @functools.cache
-def recipe_with_all() -> schema.Recipe:
+def recipe_with_all() -> Recipe:
     return composed("benchmark=" + ",".join(ALL), parse=parsing.parse)
 
 

@@ -5,17 +5,21 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Dataset, Eval, Generation, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.evaluator import Evaluator, judged_text
+from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.summary import ProblemStats, as_metrics, summarize
 from grpo_cli.evaluation.tasks import TaskResult, held_out
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.settings import Generation
 from grpo_cli.records import Completion, Prompt
 from grpo_cli.reporting.reporter import nested
 from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.scoring.settings import Reward
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
 from tests.evaluation.modes import task_of
@@ -157,30 +161,6 @@ class Recites(Generator):
         for number, p in enumerate(request.prompts):
             ids = [*p.ids * 2, 2] if self.twice else [p.ids[0], 2]
             yield number, [Completion(ids, [0.0] * len(ids), "stop")] * request.num_generations
-
-
-def second_character(completions: list[str]) -> list[list[tuple[int, float]]]:
-    return [[(1, 2.0)]] * len(completions)
-
-
-def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast) -> None:
-    rewards = {
-        "exact": Reward("exact_match"),
-        "steps": Reward("tests.evaluation.test_evaluator:second_character", weight=0.5),
-    }
-    recipe = Recipe(reward=rewards, generation=Generation(max_completion_tokens=9))
-    ids = tokenizer("é")["input_ids"]
-    prompts = [Prompt(row, ids, "", {"answer": "x"}) for row in range(3)]
-    scorer = Scorer(rewards, ["answer"], "x")
-
-    task = held_out(recipe, "x", prompts, scorer)
-    evaluator = Evaluator(recipe.eval, Workers("cpu"), tokenizer, Recites(twice=True), [task])
-    results = evaluator.run(keep_groups=True)
-    assert [r.text for g in results[0].groups for r in g.rollouts] == ["éé"] * 3
-    found = as_metrics(results)
-    assert found["eval/rewards/steps/mean"] == 2.0
-    assert found["eval/reward"] == 1.0
-    assert found["eval/accuracy"] == 0.0
 
 
 def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Benchmark, Eval, Mode, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.stored_completions import WRITTEN
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, stored_completions
+from grpo_cli.evaluation.settings import Benchmark, Eval, Mode
 from grpo_cli.evaluation.tasks import of_stored
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting import reporter

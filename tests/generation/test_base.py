@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Tools
 from grpo_cli.environments.programs import program_loop
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.settings import Tools
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 

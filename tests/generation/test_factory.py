@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.factory import ENGINES, check_settings, engine_class

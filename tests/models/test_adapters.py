@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from grpo_cli.checkpoints import model_folder
 from grpo_cli.checkpoints.shards import Parts
-from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.policy_logprobs import SIMPLEST, ForwardMode, PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference
+from grpo_cli.models.settings import Adapter, Model
 from tests.models.families import Family
 from tests.models.test_architectures import flat_gradient as gradient
 from tests.models.test_architectures import make

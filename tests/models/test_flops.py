@@ -9,7 +9,6 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Adapter
 from grpo_cli.models import adapters, flops
 from grpo_cli.models.flops import (
     forward_flops,
@@ -18,6 +17,7 @@ from grpo_cli.models.flops import (
     params_in_products,
     peak_flops,
 )
+from grpo_cli.models.settings import Adapter
 from tests.conftest import CPU
 from tests.tables import table
 

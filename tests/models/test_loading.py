@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.checkpoints import model_folder
 from grpo_cli.config.contradictions import contradictions
-from grpo_cli.config.schema import Model, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models import loading
+from grpo_cli.models.settings import Model
 from grpo_cli.records import Prompt
 
 FILE = "model.safetensors"

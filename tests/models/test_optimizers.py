@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 from grpo_cli.checkpoints import checkpointer
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import checkpoint_path
-from grpo_cli.config.schema import Distributed, Optimizer, Recipe
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import memory, optimizers
+from grpo_cli.models.settings import Optimizer
 from tests.models.families import FAMILIES, Family
 from tests.models.test_architectures import make
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import loading, output_head, tiny
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.settings import Model
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_logprobs
 from grpo_cli.records import Prompt, Rollout
 from tests.conftest import BUILD

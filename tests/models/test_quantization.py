@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.checkpoints import model_folder
-from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.models import adapters, flops, loading, quantization
+from grpo_cli.models.settings import Adapter, Model
 from tests.models.families import Family
 from tests.models.test_adapters import apart, logprobs, move
 from tests.models.test_architectures import make

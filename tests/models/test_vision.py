@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Dataset, Model
 from grpo_cli.data import Rows, make_prompts
 from grpo_cli.data.control_tokens import ControlTokens
+from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.trl_rollouts import TrlRollouts
@@ -29,6 +29,7 @@ from grpo_cli.models import loading, micro_batches, vision
 from grpo_cli.models.families import image_tokens
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import SIMPLEST, PolicyLogprobs
+from grpo_cli.models.settings import Model
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Prompt, Rollout
 from tests import vision_models

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.planning import devices
 from grpo_cli.planning.memory import Job, Lengths, memory

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
-from grpo_cli.config.schema import Adapter, Model, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.models import loading
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.settings import Adapter, Model
 from grpo_cli.planning.plan import with_values
 from grpo_cli.planning.sizes import sizes_of
 from tests.conftest import make_rollout

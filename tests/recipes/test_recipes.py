@@ -10,9 +10,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli import data
+from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.algorithm.variants import POLICY, RULES
-from grpo_cli.config import compose, saved_recipe, schema
+from grpo_cli.config import compose, saved_recipe
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.schedules import Schedule
 from grpo_cli.errors import UserError
+from grpo_cli.reporting.settings import Tracking
 from grpo_cli.scoring import registry
 from tests.composed import composed
 
@@ -36,7 +40,7 @@ ROWS = [
     for row in itertools.zip_longest(*(FILES[group] for group in groups))
 ]
 # Groups whose files begin with `_defaults`, so that another choice leaves nothing behind.
-BEGIN_ANEW = {"loss": schema.Loss, "advantage": schema.Advantage}
+BEGIN_ANEW = {"loss": Loss, "advantage": Advantage}
 
 WITH_DATA = ("arithmetic_tiny", "gsm8k_tiny", "calculator", "guess_number")
 
@@ -82,7 +86,7 @@ def test_group_files_fit_a_recipe(paths: list[Path]) -> None:
         check_group(recipe, path.parent.as_posix(), path)
 
 
-def check_group(recipe: schema.Recipe, group: str, path: Path) -> None:
+def check_group(recipe: Recipe, group: str, path: Path) -> None:
     said = OmegaConf.load(FOLDER / path)
     assert isinstance(said, DictConfig)
     defaults = said.pop("defaults", None)
@@ -106,7 +110,7 @@ def check_group(recipe: schema.Recipe, group: str, path: Path) -> None:
 def test_each_policy_and_rule_has_a_file() -> None:
     assert set(FILES) == {group for groups in TOGETHER for group in groups}
     for group, key, table in (("loss", "policy", POLICY), ("advantage", "rule", RULES)):
-        defaults = getattr(schema.Recipe(), group)
+        defaults = getattr(Recipe(), group)
         files = [OmegaConf.load(p) for p in (FOLDER / group).glob("*.yaml")]
         named = {OmegaConf.select(f, key, default=getattr(defaults, key)) for f in files}
         assert named == set(table)
@@ -183,7 +187,7 @@ def test_what_a_users_recipe_says_is_read_refused_or_taken_back(tmp_path: Path) 
     with pytest.raises(UserError, match=r"= k1: .* loss\.kl_estimator=k3 takes it back\."):
         composed(mine, "loss.beta=0")
     back = composed(mine, "loss.beta=0", "loss.kl_estimator=k3")
-    assert back.loss == schema.Loss(normalize="completions")
+    assert back.loss == Loss(normalize="completions")
 
 
 # Stored recipes.
@@ -235,8 +239,8 @@ def test_a_stored_schedule_can_be_changed_and_dropped(store: Callable[..., str])
     name = store(*SCHEDULES)
     changed = composed(name, "schedules.loss.beta.to=0.3").schedules
     assert changed == {
-        "loss.beta": schema.Schedule(to=0.3, shape="cosine", end=50),
-        "generation.temperature": schema.Schedule(to=0.5, shape="jump", begin=9),
+        "loss.beta": Schedule(to=0.3, shape="cosine", end=50),
+        "generation.temperature": Schedule(to=0.5, shape="jump", begin=9),
     }
     added = composed(name, "schedules.loss.epsilon.to=0.1").schedules
     assert sorted(added) == ["generation.temperature", "loss.beta", "loss.epsilon"]
@@ -248,7 +252,7 @@ def test_stored_setting_can_be_reset(store: Callable[..., str]) -> None:
     name = store("tracking=wandb", "tracking.project=mine")
     with pytest.raises(UserError, match=r"tracking\.project=grpo takes it back"):
         composed(name, "tracking=none")
-    assert composed(name, "tracking=none", "tracking.project=grpo").tracking == schema.Tracking()
+    assert composed(name, "tracking=none", "tracking.project=grpo").tracking == Tracking()
 
 
 def test_differences_name_what_changed_in_a_schedule() -> None:

@@ -4,12 +4,15 @@ import json
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Recipe, Reward
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.alarms import Alarms
+from grpo_cli.scoring.settings import Reward
 from tests.tables import table
 
 NAN = math.nan
@@ -25,9 +28,13 @@ def make_recipe() -> Recipe:
     return Recipe(reward=rewards)
 
 
+def make_alarms(recipe: Recipe) -> Any:
+    return Alarms(recipe, lambda step, kind, raised: None)
+
+
 def raised(series: Series, steps: int = 120, recipe: Recipe | None = None) -> list[tuple[int, str]]:
     """(step, name) of each alarm of a simulated run, which is healthy but for `series`."""
-    alarms, draw = Alarms(recipe or make_recipe()), random.Random(0)
+    alarms, draw = make_alarms(recipe or make_recipe()), random.Random(0)
     found = []
     for step in range(1, steps + 1):
         metrics = healthy(step, draw) | series(step)
@@ -60,7 +67,7 @@ def healthy(step: int, draw: random.Random) -> dict[str, float]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_healthy_run_raises_no_alarm(seed: int) -> None:
-    alarms, draw = Alarms(make_recipe()), random.Random(seed)
+    alarms, draw = make_alarms(make_recipe()), random.Random(seed)
     for step in range(1, 201):
         assert alarms.follow(step, healthy(step, draw)) == []
 
@@ -133,24 +140,24 @@ def test_an_episode_is_told_once_and_a_second_one_again() -> None:
 
 def test_steps_without_any_reward_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_cli.reporting.alarms.STEPS_WITHOUT_REWARD", 3)
-    alarms = Alarms(Recipe())
+    alarms = make_alarms(Recipe())
     nothing, something = ({"reward": r, "frac_zero_advantage": 0.0} for r in (NAN, 0.5))
     for step, metrics in enumerate([nothing, nothing, something, nothing, nothing], start=1):
         alarms.follow(step, metrics)
-        alarms.check_rewards(step)
+        alarms.on_log(SimpleNamespace(step=step))
     alarms.follow(6, nothing)
     with pytest.raises(TrainingError, match="step 6: no completion of the last 3 steps"):
-        alarms.check_rewards(6)
+        alarms.on_log(SimpleNamespace(step=6))
 
 
 @pytest.mark.parametrize("stop_after", [20, 51, 52, 60])
 def test_a_stored_state_goes_on_as_if_nothing_had_happened(stop_after: int) -> None:
-    alarms, found = Alarms(make_recipe()), []
+    alarms, found = make_alarms(make_recipe()), []
     for step in range(1, 80):
         if step == stop_after:
-            stored = json.loads(json.dumps(alarms.to_state()))
-            alarms = Alarms(make_recipe())
-            alarms.restore(stored | {"gone": {}})
+            stored = json.loads(json.dumps(alarms.state_dict()))
+            alarms = make_alarms(make_recipe())
+            alarms.load_state_dict(stored | {"gone": {}})
         long = {"completions/mean_length": 1200.0} if step > 50 else {}
         found += alarms.follow(step, healthy(step, random.Random(step)) | long)
     assert [alarm.name for alarm in found] == ["length"]

@@ -11,11 +11,12 @@ import torch
 from huggingface_hub import ModelCard, constants
 
 from grpo_cli.checkpoints import paths
-from grpo_cli.config import schema
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.reporting import hub
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.reporting.settings import Hub
 from grpo_cli.training import resume
 from tests.fake_hub import FakeHub
 from tests.training.test_train import recipe as written
@@ -40,8 +41,8 @@ def lines() -> list[str]:
     return []
 
 
-def recipe(**settings: Any) -> schema.Recipe:
-    made = schema.Recipe(recipe="test", hub=schema.Hub(**settings))
+def recipe(**settings: Any) -> Recipe:
+    made = Recipe(recipe="test", hub=Hub(**settings))
     made.model.path = "Qwen/Qwen2.5-0.5B"
     return made
 

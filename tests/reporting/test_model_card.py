@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from grpo_cli.config import schema
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.reporting.model_card import model_card
+from grpo_cli.scoring.settings import Reward
 from tests.tables import table
 from tests.training.test_train import trained
 
@@ -18,11 +19,11 @@ AFTER = {
 }  # fmt: skip
 
 
-def recipe(**changes: Any) -> schema.Recipe:
-    made = schema.Recipe(recipe="test", steps=9)
+def recipe(**changes: Any) -> Recipe:
+    made = Recipe(recipe="test", steps=9)
     made.model.path, made.dataset.train = "Qwen/Qwen2.5-0.5B", "openai/gsm8k"
     made.dataset.eval = "openai/gsm8k"
-    made.reward = {"judge": schema.Reward(function="judge")}
+    made.reward = {"judge": Reward(function="judge")}
     for key, value in changes.items():
         node, (*path, last) = made, key.split("__")
         for part in path:
@@ -31,7 +32,7 @@ def recipe(**changes: Any) -> schema.Recipe:
     return made
 
 
-def card(made: schema.Recipe, words: tuple[str, ...] = ("grpo", "train"), **of_run: Any) -> str:
+def card(made: Recipe, words: tuple[str, ...] = ("grpo", "train"), **of_run: Any) -> str:
     known: dict[str, Any] = {"before": BEFORE, "after": AFTER, "after_step": 6} | of_run
     return model_card(made, words, 6, processes=1, **known)
 

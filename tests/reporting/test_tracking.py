@@ -12,9 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from grpo_cli.config import schema
+from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
+from grpo_cli.reporting.settings import Tracking
 from grpo_cli.reporting.tracking import Trackers
 from tests.training.test_train import metrics, trained
 
@@ -64,8 +65,8 @@ def lines() -> list[str]:
     return []
 
 
-def tracked(*backend: str) -> schema.Recipe:
-    return schema.Recipe(tracking=schema.Tracking(backend=[*backend], project="mine"))
+def tracked(lines: list[str], *backend: str) -> Trackers:
+    return Trackers(Tracking(backend=[*backend], project="mine"), Workers("cpu"), lines.append)
 
 
 @pytest.mark.runs
@@ -85,7 +86,6 @@ def test_a_run_has_several_trackers_and_a_resumed_one_continues_their_runs(
     common["tracking__backend"] = ["wandb", "trackio", "tensorboard"]
     live = trained(tmp_path, steps=2, **common)
     identity = wandb[0][1]["id"]
-    assert live.state.tracker_ids == {"wandb": identity, "trackio": "run"}
     trained(tmp_path, resume="auto", **common)
     for calls in (wandb, trackio):
         assert [call[1] for call in calls if call[:1] == ("log",) and "reward" in call] == [
@@ -107,8 +107,8 @@ def test_a_tracker_that_fails_is_a_note_once_and_the_others_go_on(
 ) -> None:
     fake("wandb")
     trackio = fake("trackio")
-    live = Trackers(lines.append)
-    live.start(tracked("wandb", "trackio"), tmp_path, {}, {})
+    live = tracked(lines, "wandb", "trackio")
+    live.start(tmp_path, {})
     failing = True
 
     def log(self: FakeRun, values: dict[str, Any], step: int) -> None:
@@ -144,9 +144,11 @@ def test_a_tracker_that_does_not_start_ends_a_new_run_only(
     sys.modules["wandb"].init = init  # type: ignore[attr-defined]
     said = r"tracking.backend = wandb: cannot be started: ValueError: no key configured"
     with pytest.raises(UserError, match=said):
-        Trackers(lines.append).start(tracked("wandb"), tmp_path, {}, {})
-    live = Trackers(lines.append)
-    assert live.start(tracked("wandb"), tmp_path, {}, {"wandb": "abc"}) == {"wandb": "abc"}
+        tracked(lines, "wandb").start(tmp_path, {})
+    live = tracked(lines, "wandb")
+    live.load_state_dict({"wandb": "abc"})
+    live.start(tmp_path, {})
+    assert live.state_dict() == {"wandb": "abc"}
     live.log({"reward": 1.0}, 1)
     (note,) = lines
     assert note.endswith("ValueError: no key configured; the run continues without it")

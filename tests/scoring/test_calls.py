@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_cli import rewards
-from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
@@ -19,6 +18,7 @@ from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
+from grpo_cli.scoring.settings import Reward, Scoring
 from tests import pool_rewards
 from tests.conftest import make_rollout
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build, Reward
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import tiny
+from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from grpo_cli.rewards import reward, shipped
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.scoring.step_rewards import token_of_character
 from tests.conftest import make_rollout
 from tests.episodes import MESSAGES, make_episode

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.models import tiny
+from grpo_cli.models.settings import Build
 from grpo_cli.records import Prompt
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.build import text_notices
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"

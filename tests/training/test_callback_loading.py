@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Callback
 from grpo_cli.errors import UserError
-from grpo_cli.training import callback_loading
+from grpo_cli.training import callbacks
+from grpo_cli.training.settings import Callback
 from tests.tables import table
 
 HERE = "tests.training.test_callback_loading"
@@ -46,8 +46,8 @@ class Shared:
     def on_step(event: Any) -> None: ...
 
 
-def load(path: str, **args: Any) -> callback_loading.Loaded:
-    return callback_loading.load({"mine": Callback(path, args)})[0]
+def load(path: str, **args: Any) -> callbacks.Loaded:
+    return callbacks.load({"mine": Callback(path, args)})[0]
 
 
 def test_a_class_is_made_with_its_arguments() -> None:

@@ -20,12 +20,16 @@ from PIL import Image
 
 from grpo_cli import data
 from grpo_cli.checkpoints.checkpointer import CONTENTS
-from grpo_cli.config.schema import Benchmark, Dataset, HeldOut, MixturePart, Model, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import Rows
+from grpo_cli.data.settings import Dataset, HeldOut, MixturePart
 from grpo_cli.errors import UserError
+from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.models.settings import Model
 from grpo_cli.training import contents
 from grpo_cli.training.contents import Contents
-from grpo_cli.training.prepare import Prepared, TrainRows
+from grpo_cli.training.prepare import Prepared
+from grpo_cli.training.scorers import TrainRows
 
 
 def write_rows(path: Path, *answers: str) -> Path:

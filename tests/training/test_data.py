@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from grpo_cli.errors import UserError
-from grpo_cli.models.policy import LoadedModel
-from grpo_cli.training import build, loop, prepare
+from grpo_cli.models.loading import LoadedModel
+from grpo_cli.training import inputs, loop, prepare
 from grpo_cli.training.run import Run
 from tests.training.test_interrupted import leaving_at
-from tests.training.test_train import built, metrics, recipe, timeless, trained, weights
+from tests.training.test_train import built, evaluator, metrics, recipe, timeless, trained, weights
 
 pytestmark = pytest.mark.runs
 
@@ -50,8 +50,7 @@ def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_split_off_rows(tmp_path: Path) -> None:
     split = {"dataset__eval": None, "dataset__test_split_size": 0.2, "steps": 2}
     live = trained(tmp_path, **split)
-    assert live.evaluator is not None
-    held_out = {p.row for p in live.evaluator.tasks[0].prompts}
+    held_out = {p.row for p in evaluator(live).tasks[0].prompts}
     assert len(held_out) == 5
     assert held_out | {p.row for p in live.queue.stream.prompts} == set(range(25))
     assert len(live.queue.stream.prompts) == 20
@@ -60,7 +59,7 @@ def test_split_off_rows(tmp_path: Path) -> None:
     prepared = prepare.for_evaluation(recipe(tmp_path, **split, seed=7))
     model, tokenizer = live.policy.model, live.policy.tokenizer
     loaded = LoadedModel(model, tokenizer, None, tokenizer)
-    (task,) = build.make_tasks(prepared, loaded, print)
+    (task,) = inputs.make_tasks(prepared, loaded, print)
     assert {p.row for p in task.prompts} == held_out
     assert task.name == "rows"
 
@@ -109,8 +108,7 @@ def test_mixture_with_rewards(tmp_path: Path) -> None:
         assert step["reward"] == pytest.approx(sum(rewards) / 6)
     assert sum(step.get("mixture/b/prompts", 0) for step in metrics(live)) > 0
     assert metrics(live)[0]["epoch"] == 6 / 13
-    assert live.evaluator is not None
-    judges = [[*task.scorer.rewards] for task in live.evaluator.tasks]
+    judges = [[*task.scorer.rewards] for task in evaluator(live).tasks]
     assert judges == [["evens"], ["evens", "tested"]], "as in training"
     columns = {p.columns["dataset"]: p for p in live.queue.stream.prompts}
     assert columns["b"].columns["answer"] is None

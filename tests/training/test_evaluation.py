@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation import settings
+from grpo_cli.evaluation import knobs
 from grpo_cli.training import prepare
 from tests.tables import table
-from tests.training.test_train import metrics, recipe, trained
+from tests.training.test_train import evaluator, metrics, recipe, trained
 
 SETS: dict[str, Any] = {
     "dataset__eval": None,
@@ -44,8 +44,8 @@ def test_metrics_of_held_out_sets(tmp_path: Path, capsys: pytest.CaptureFixture[
     live = trained(
         tmp_path, **with_sets(tmp_path, eval__best="hard/reward", generation__temperature=0.6)
     )
-    assert live.evaluator is not None
-    assert [t.sampling.temperature for t in live.evaluator.tasks] == [0.6, 0.6], "as in training"
+    temperatures = [task.sampling.temperature for task in evaluator(live).tasks]
+    assert temperatures == [0.6, 0.6], "as in training"
     last = metrics(live)[-1]
     assert last["eval/easy/n"] == 2
     assert last["eval/hard/n"] == 1
@@ -65,10 +65,10 @@ def test_grpo_eval_evaluates_every_held_out_set(tmp_path: Path) -> None:
     prepared = prepare.for_evaluation(recipe(tmp_path, **with_sets(tmp_path)))
     assert list(prepared.held_out) == ["easy", "hard"]
     assert [*prepared.held_out["easy"].scorer.rewards] == ["evens"]
-    report = settings.settings(prepared.recipe)
+    report = knobs.settings(prepared.recipe)
     assert list(report["dataset"]["held_out"]) == ["easy", "hard"]
     other = recipe(tmp_path, **with_sets(tmp_path, generation__temperature=0.5))
-    assert settings.settings(other)["settings_hash"] != report["settings_hash"]
+    assert knobs.settings(other)["settings_hash"] != report["settings_hash"]
     prepared.scorer.executor.close()
 
 

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_cli.algorithm import token_selection
-from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.algorithm.settings import Loss
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs

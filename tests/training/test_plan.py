@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.training import build, loop, prepare
-from tests.training.test_train import recipe
+from tests.training.test_train import trained
 
 pytestmark = pytest.mark.runs
 KEYS = {
@@ -17,13 +16,7 @@ KEYS = {
 
 
 def test_plan_of_a_run(tmp_path: Path) -> None:
-    live = build.build(prepare.for_training(recipe(tmp_path)), ["grpo"])
-    path = tmp_path / "run" / "plan.json"
-    assert not path.exists()
-    try:
-        loop.train(live)
-    finally:
-        live.close()
+    path = trained(tmp_path).folder / "plan.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     predicted, measured = found["predicted"], found["measured"]
     assert {*measured} >= KEYS

@@ -13,19 +13,14 @@ from grpo_cli import data
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
-from grpo_cli.config.schema import (
-    Adapter,
-    Build,
-    Dataset,
-    Distributed,
-    Model,
-    Optimizer,
-    Recipe,
-    Reward,
-)
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import Dataset
+from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Adapter, Build, Model, Optimizer
 from grpo_cli.scoring.scorer import Scorer
-from grpo_cli.training import build, prepare
+from grpo_cli.scoring.settings import Reward
+from grpo_cli.training import build, prepare, scorers
 from grpo_cli.training.prepare import (
     check_adapter,
     check_dtype,
@@ -162,10 +157,10 @@ def test_rows_refused_by_a_reward() -> None:
     )
     scorer = Scorer({"code": Reward(function="code")}, ["tests"], "rows.jsonl")
     with pytest.raises(UserError, match=r"bad_rows=drop leaves such rows out\.$") as raised:
-        prepare.scorable(scorer, rows, Dataset())
+        scorers.scorable(scorer, rows, Dataset())
     assert raised.match(r"jsonl: 3 of 5 .* row 4: reward.code: .*; row 6: .*; row 9: .* have no n")
-    kept = prepare.scorable(scorer, rows, Dataset(bad_rows="drop"))
+    kept = scorers.scorable(scorer, rows, Dataset(bad_rows="drop"))
     assert (kept.lines, list(kept.column("tests"))) == ([2, 8], [[tests[0]], [tests[3]]])
     alone = data.select_rows(rows, [2])
     with pytest.raises(UserError, match="No row is left"):
-        prepare.scorable(scorer, alone, Dataset(bad_rows="drop"))
+        scorers.scorable(scorer, alone, Dataset(bad_rows="drop"))

@@ -13,8 +13,9 @@ import pytest
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.cli import run_command
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Adapter, Model, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.models.settings import Adapter, Model
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, trained
@@ -196,6 +197,8 @@ def test_a_resumed_run_keeps_the_quantization_of_its_base_model() -> None:
 def test_changed_optimizer_is_refused(tmp_path: Path, method: str, advice: str) -> None:
     (tmp_path / "training").mkdir()
     recipe = Recipe(adapter=Adapter(method=method))
+    if method == "lora":
+        (tmp_path / "adapter_config.json").touch()
     (tmp_path / "training" / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe))
     recipe.optimizer.algorithm = "torch.optim:SGD"
     with pytest.raises(UserError, match=rf"with {advice.format(tmp_path)}\.$"):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Stop
-from grpo_cli.training.stop_rules import StopRules
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.training.run import State
+from grpo_cli.training.settings import Stop
 from tests.tables import table
 from tests.training.test_train import trained
 
@@ -17,11 +18,12 @@ ONE: Any = SimpleNamespace(size=1, max=float)
 
 def ended(config: dict[str, Any], steps: list[dict[str, float]]) -> tuple[int, str] | None:
     """(step, sentence) at which a run with these metrics ends; a step takes 6 minutes."""
-    rules = StopRules(Stop(**config))
+    state, recipe = State(), Recipe(stop=Stop(**config))
     for step, values in enumerate(steps, start=1):
-        rules.follow_step(values, 360.0 * step, ONE)
-        if rules.reason is not None:
-            return step, rules.reason.sentence
+        state.seconds = 360.0 * step
+        state.follow_step(recipe, values, ONE)
+        if (reason := state.stopped_by(recipe)) is not None:
+            return step, reason.sentence
     return None
 
 
@@ -55,22 +57,6 @@ def test_rules(
     config: dict[str, Any], steps: list[dict[str, float]], expected: tuple[int, str] | None
 ) -> None:
     assert ended(config, steps) == expected
-
-
-def test_restored_rules_continue() -> None:
-    config = Stop(zero_gradient=4, hours=1.0)
-    for stop_after in range(7):
-        rules, found = StopRules(config), []
-        for step in range(1, 8):
-            rules.follow_step({"frac_zero_advantage": float(step > 2)}, 60.0 * step, ONE)
-            found.append(rules.reason)
-            if step == stop_after:
-                stored = json.loads(json.dumps(rules.to_state()))
-                rules = StopRules(config)
-                rules.restore(stored)
-        assert [reason.rule if reason else "" for reason in found] == [
-            *[""] * 5, "stop.zero_gradient", "stop.zero_gradient",
-        ]  # fmt: skip
 
 
 # Runs

@@ -17,20 +17,23 @@ import torch
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
-from grpo_cli.config import parsing, schema
+from grpo_cli.commands import train
+from grpo_cli.config import parsing
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.errors import TrainingError
+from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Group
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, loop, prepare, run
+from grpo_cli.training.evaluation import Evaluation
 from grpo_cli.training.logprob_passes import fill_ref_logprobs
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
 from grpo_cli.training.rollouts.credit import set_token_weights
 from grpo_cli.training.step import Step
-from grpo_cli.training.step_progress import StepBatch
 
 pytestmark = pytest.mark.runs
 
@@ -38,7 +41,7 @@ CPU = torch.device("cpu")  # not conftest's: other processes import this file fo
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
 
-def recipe(folder: Path, **changes: Any) -> schema.Recipe:
+def recipe(folder: Path, **changes: Any) -> Recipe:
     """A run of seconds: 25 sums, a model of 30,000 weights, a reward that any model can raise."""
     data = folder / "rows.jsonl"
     folder.mkdir(exist_ok=True)
@@ -97,7 +100,13 @@ def watched(completion_ids: list[list[int]], trainer_state: TrainerState) -> lis
 
 
 def built(folder: Path, **changes: Any) -> run.Run:
-    return build.build(prepare.for_training(recipe(folder, **changes)), ["grpo", "train"])
+    prepared = prepare.for_training(recipe(folder, **changes))
+    return build.build(prepared, ["grpo", "train"], features=train.features)
+
+
+def evaluator(live: run.Run) -> Evaluator:
+    targets = (callback.target for callback in live.callbacks.loaded)
+    return next(target.evaluator for target in targets if isinstance(target, Evaluation))
 
 
 def trained(folder: Path, **changes: Any) -> run.Run:
@@ -155,7 +164,7 @@ def updated(live: run.Run) -> Update:
     return gradients, loop.update_policy(live, step_with(live, step))
 
 
-def step_with(live: run.Run, batch: StepBatch) -> Step:
+def step_with(live: run.Run, batch: run.StepBatch) -> Step:
     """The first step, once its rollouts are there."""
     step = Step(live, 0, live.recipe, Clock(CPU))
     step.keep(batch)
@@ -328,14 +337,14 @@ def test_trainer_state_after_resume(tmp_path: Path) -> None:
     assert straight[0]["best_metric"] is straight[0]["best_global_step"] is None
 
     halted = built(tmp_path, output_dir=str(tmp_path / "halted"), **changes)
-    evaluate = halted.evaluator.run  # type: ignore[union-attr]
+    evaluate = evaluator(halted).run
 
     def stop_in_step_2(**kwargs: Any) -> Any:
         if halted.state.step == 2:
             raise Interrupted
         return evaluate(**kwargs)
 
-    object.__setattr__(halted.evaluator, "run", stop_in_step_2)
+    object.__setattr__(evaluator(halted), "run", stop_in_step_2)
     loop.train(halted)
     halted.close()
     left = paths.resumable(halted.folder)[0]  # the latest
@@ -533,10 +542,10 @@ def test_beta_changed_on_resume(tmp_path: Path) -> None:
     trained(tmp_path, steps=2, loss__beta=0.1, **target)
     same = built(tmp_path, steps=3, loss__beta=0.1, resume="auto", **target)
     same.close()
-    assert same.beta.value(same.recipe.loss) not in (0.1, 0.5)
+    assert same.state.beta.value(same.recipe.loss) not in (0.1, 0.5)
     other = built(tmp_path, steps=3, loss__beta=0.5, resume="auto", **target)
     other.close()
-    assert other.beta.value(other.recipe.loss) == 0.5
+    assert other.state.beta.value(other.recipe.loss) == 0.5
 
 
 def test_scoring_overlaps_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

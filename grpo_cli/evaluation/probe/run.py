@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo_cli.algorithm.advantages import level_rewards, rule_function
 from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers

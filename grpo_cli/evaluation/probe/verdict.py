@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.interpolation import masked
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
-from grpo_cli.errors import listed
+from grpo_cli.errors import counted, listed
 from grpo_cli.evaluation.estimates import Estimate
 from grpo_cli.models.self_check import TIMES
 
@@ -232,7 +232,7 @@ def lines(title: str, m: Measured, verdict: Verdict) -> Iterator[str]:
         solved, hopeless = (sum(rate == end for _, rate in m.rates) for end in (1, 0))
         yield (
             f"pass rate     {rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}] ({m.right}); "
-            f"{solved} prompts always solved, {hopeless} never"
+            f"{counted(solved, 'prompt')} always solved, {hopeless} never"
         )
     for name, r in m.rewards.items():
         mean = "none" if r.mean is None else f"{r.mean:.3f}"

@@ -96,14 +96,20 @@ class DecodingState:
             (tokens [B], whether each row has ended with its token).
         """
         heartbeat.beat()
+        uniforms, device = None, logits.device
+        if self.sampling.temperature > 0:
+            drawn = [self.stream(row)[len(self.tokens[row])] for row in rows]
+            uniforms = torch.tensor(np.array(drawn), device=device)  # [B]
+        if self.bias is None:
+            self.bias = self.sampling.bias(logits.shape[-1], device)
         tokens, logprobs = choose(
             logits,
             self.sampling,
-            self._uniforms(rows, logits.device),
-            bias=self._bias(logits),
+            uniforms,
+            bias=self.bias,
             seen=self._seen(rows, logits),
             counts=self._counts(rows, logits),
-            forbidden=self._forbidden(rows, logits.device),
+            forbidden=self._forbidden(rows, device),
         )
         ended = []
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -160,13 +166,6 @@ class DecodingState:
             ]
             self.finished.append(Finished(self.request, self.numbers[number], group))
 
-    def _uniforms(self, rows: Sequence[int], device: torch.device) -> Tensor | None:
-        """Returns a uniform number for each row from the row's own stream, [B]."""
-        if self.sampling.temperature == 0:
-            return None
-        drawn = [self.stream(row)[len(self.tokens[row])] for row in rows]
-        return torch.tensor(np.array(drawn), device=device)
-
     def stream(self, row: int) -> np.ndarray:
         """Returns the uniform numbers in [0, 1) for sampling a row's tokens, [max_tokens]."""
         if row not in self.noise:
@@ -185,12 +184,6 @@ class DecodingState:
                 seen[torch.tensor(self.prompts[row // self.num_generations])] = True
                 self.seen[row] = seen
         return torch.stack([self.seen[row] for row in rows])
-
-    def _bias(self, logits: Tensor) -> Tensor | None:
-        """Returns the bias added to every row's logits, [V]; None if there is none."""
-        if self.bias is None:
-            self.bias = self.sampling.bias(logits.shape[-1], logits.device)
-        return self.bias
 
     def _counts(self, rows: Sequence[int], logits: Tensor) -> Tensor | None:
         """Returns how often each token occurs in the completion, [B, V]; None if unused."""

@@ -198,15 +198,14 @@ class Engine:
         if self.caches is None or state.num_generations > 1:
             return kept
         for n in numbers:
-            cache = self.caches.take(state.conversation(n), state.prompts[n])
-            if cache is not None and not self._has_image(state.sources[n], len(cache.ids)):
+            prompt, cache = (
+                state.sources[n],
+                self.caches.take(state.conversation(n), state.prompts[n]),
+            )
+            of_images = image_tokens(self.model.config) if prompt.images else ()
+            if cache is not None and {*of_images}.isdisjoint(prompt.ids[len(cache.ids) :]):
                 kept[n] = cache
         return kept
-
-    def _has_image(self, prompt: Prompt, known: int) -> bool:
-        """Returns whether image tokens follow the first `known` tokens of a prompt."""
-        tokens = {*image_tokens(self.model.config)} if prompt.images else set()
-        return not tokens.isdisjoint(prompt.ids[known:])
 
     def _prefill(
         self,

@@ -154,7 +154,12 @@ class StaticBatch:
             self.prompt_mask = mask_of(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
         self.bias = self.sampling.bias(sum(map(len, direct.head.weights)), device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # `done`, on the device
-        self.noise = self._noise().to(device)  # [steps, R]
+        # Uniform numbers of each step, from the rows' own streams.
+        noise = np.full((self.steps, self.size), 0.5, np.float32)
+        for place, row in self.rows.items() if self.sampling.temperature > 0 else ():
+            stream = row.state.stream(row.number)[row.own + 1 :][: self.steps]
+            noise[: len(stream), place] = stream
+        self.noise = torch.from_numpy(noise).to(device)  # [steps, R]
         self.drawn = torch.zeros(self.steps, self.size, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(self.steps, self.size, device=device)
 
@@ -176,15 +181,6 @@ class StaticBatch:
         """Returns the values as a tensor [R], padded with 0 for unused places."""
         padding = [0] * (self.size - len(values))
         return torch.tensor([*values, *padding], device=self.keys.device)
-
-    def _noise(self) -> Tensor:
-        """Returns the uniform numbers of each step, [steps, R], from the rows' own streams."""
-        noise = np.full((self.steps, self.size), 0.5, np.float32)
-        if self.sampling.temperature > 0:
-            for place, row in self.rows.items():
-                stream = row.state.stream(row.number)[row.own + 1 :][: self.steps]
-                noise[: len(stream), place] = stream
-        return torch.from_numpy(noise)
 
     def _copy(self, bucket: Bucket, caches: Sequence[CacheOf]) -> None:
         """Copies the caches of rows, and of shared prompts."""

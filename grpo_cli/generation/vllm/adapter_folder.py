@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm import lora
 from grpo_cli.models import adapters

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.vllm.adapter_folder import check_tower, rank_on
+from grpo_cli.generation.vllm.checks import structured_outputs
 from grpo_cli.generation.vllm.requests import sampling_params
-from grpo_cli.generation.vllm.settings import structured_outputs
 from grpo_cli.generation.vllm.weight_check import WeightCheck, make_weight_check
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.models.families import image_tokens

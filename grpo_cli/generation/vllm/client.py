@@ -19,9 +19,9 @@ import httpx2
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import images, server_key
+from grpo_cli.generation.vllm.checks import START_SECONDS
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
-from grpo_cli.generation.vllm.settings import START_SECONDS
 from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.records import Completion, Prompt
 

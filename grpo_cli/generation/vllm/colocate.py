@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, listed
@@ -26,13 +26,13 @@ from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import images, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
+from grpo_cli.generation.vllm.checks import contradictions_of_colocate, dtype_of, of_head
 from grpo_cli.generation.vllm.requests import (
     check_lengths,
     completion,
     prompt_logprobs,
     repeated,
 )
-from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of, of_head
 from grpo_cli.generation.vllm.weight_check import Scored, WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
@@ -182,10 +182,16 @@ class ColocatedGenerator(VllmGenerator):
         """Loads the policy's weights; wakes up the memory of weights only, not the KV cache."""
         self._wake("weights")
         try:
-            if self.lora_rank is None:
-                self._reload()
-            else:
+            if self.lora_rank is not None:
                 self._load_adapter()
+            else:
+                with self.apart():
+                    # Imported late: the file imports vLLM.
+                    from grpo_cli.generation.vllm.worker import refresh_packed_heads
+
+                    weights = {"weights_iterator": iter(self.weights())}
+                    self.llm.collective_rpc("reload_weights", kwargs=weights)
+                    self.llm.apply_model(refresh_packed_heads)
         except Exception as error:  # the engine's weights are partly updated: not recoverable
             said = f"vLLM could not take the weights of step {step}: {error}"
             if self.lora_rank is not None:
@@ -198,16 +204,6 @@ class ColocatedGenerator(VllmGenerator):
             raise TrainingError("vLLM kept its prefix cache after new weights.", alone=True)
         # The scheduler would otherwise reuse cached image features of the old weights.
         self.engine.reset_encoder_cache()
-
-    def _reload(self) -> None:
-        """Replaces all weights of the engine."""
-        with self.apart():
-            weights = iter(self.weights())
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            # Imported late: the file imports vLLM.
-            from grpo_cli.generation.vllm.worker import refresh_packed_heads
-
-            self.llm.apply_model(refresh_packed_heads)
 
     def _load_adapter(self) -> None:
         """Writes the adapter on the main process, and makes every engine read it."""
@@ -299,18 +295,6 @@ class ColocatedGenerator(VllmGenerator):
             if output.finished:
                 yield int(output.request_id), output
 
-    def of_engine(
-        self, own: list[tuple[Prompt, dict[str, Any]]]
-    ) -> tuple[list[tuple[Prompt, dict[str, Any]]], int]:
-        """Returns (prompts and parameters of the engine's processes, index of this one's first)."""
-        size = self.config.tensor_parallel
-        if size == 1:
-            return own, 0
-        parts = self.workers.gather(own)
-        first = self.workers.rank // size * size
-        before = sum(len(part) for part in parts[first : self.workers.rank])
-        return [item for part in parts[first : first + size] for item in part], before
-
     def completion(self, output: Any) -> Completion:
         ids = list(output.token_ids)
         logprobs = output.logprobs  # flat, with one entry per position: the sampled token's
@@ -341,12 +325,15 @@ class ColocatedSession(Session):
     def submit(self, request: Request) -> None:
         engine = self.generator
         engine.refuse_images(request.prompts)
-        pairs = zip(
-            [replace(p, text="", columns={}) for p in request.prompts],
-            [engine.params(request, seed) for seed in request.seeds],
-            strict=True,
-        )
-        everyones, first = engine.of_engine(list(pairs))
+        everyones = [
+            (replace(p, text="", columns={}), engine.params(request, seed))
+            for p, seed in zip(request.prompts, request.seeds, strict=True)
+        ]
+        first, rank = 0, engine.workers.rank  # first: index of this process's first prompt
+        if (size := engine.config.tensor_parallel) > 1:
+            parts, begin = engine.workers.gather(everyones), rank // size * size
+            first = sum(map(len, parts[begin:rank]))
+            everyones = [pair for part in parts[begin : begin + size] for pair in part]
         if not everyones:
             return
         longest = max(len(prompt.ids) for prompt, _ in everyones)

@@ -29,8 +29,8 @@ from grpo_cli import IMPORT_ROOT
 from grpo_cli.config.knob import knob
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
+from grpo_cli.generation.vllm.checks import START_SECONDS, of_head
 from grpo_cli.generation.vllm.server_log import failure, last_lines, log_path, text_of
-from grpo_cli.generation.vllm.settings import START_SECONDS, of_head
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GIB = 2**30

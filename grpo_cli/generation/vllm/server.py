@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import httpx2
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import lora, weight_transfer
 from grpo_cli.generation.vllm.base import VllmGenerator
+from grpo_cli.generation.vllm.checks import contradictions_of_servers, dtype_of
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import check_lengths, repeated
-from grpo_cli.generation.vllm.settings import contradictions_of_servers, dtype_of
 from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weight_transfer import Link
 from grpo_cli.records import Completion
@@ -146,12 +146,6 @@ class ServerGenerator(VllmGenerator):
                 yield session
             finally:
                 session.close()
-
-    def check_length(self, request: Request) -> None:
-        shortest = min((s.max_model_len for s in self.live_servers()), default=self.longest)
-        longest = max(len(p.ids) for p in request.prompts)
-        whose = "the servers (max_model_len)"
-        check_lengths(longest, request.sampling.max_tokens, shortest, whose)
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         metrics = super().update_weights(policy, step)
@@ -326,9 +320,13 @@ class ServerSession(Session):
         self.homes: dict[int, str] = {}  # conversation -> address of its server
 
     def submit(self, request: Request) -> None:
-        self.generator.refuse_images(request.prompts)
+        engine = self.generator
+        engine.refuse_images(request.prompts)
         if request.prompts:
-            self.generator.check_length(request)
+            shortest = min((s.max_model_len for s in engine.live_servers()), default=engine.longest)
+            longest = max(len(p.ids) for p in request.prompts)
+            whose = "the servers (max_model_len)"
+            check_lengths(longest, request.sampling.max_tokens, shortest, whose)
         self.unfinished += len(request.prompts)
         self.waiting.extend(Ask(request, n) for n in range(len(request.prompts)))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
-from grpo_cli.generation.vllm.settings import dtype_of
+from grpo_cli.generation.vllm.checks import dtype_of
 from grpo_cli.images import ImageError
 from grpo_cli.models import loading
 from grpo_cli.models.families import image_tokens

@@ -109,13 +109,9 @@ class BroadcastLink(Link):
     def begin(self, infos: Sequence[WeightInfo]) -> None:
         """Announces the weights; the time limit grows with the number of buckets."""
         super().begin(infos)
-        update = {
-            "names": [i.name for i in infos],
-            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
-            "shapes": [list(i.shape) for i in infos],
-        }
+        update = {"update_info": described(infos)}
         number = sum(1 for _ in buckets(infos, BUCKET_BYTES))
-        self.tell("/update_weights", {"update_info": update}, self.timeout * (number + 1))
+        self.tell("/update_weights", update, self.timeout * (number + 1))
 
     def end(self, version: str) -> None:
         self.answer.result()
@@ -131,7 +127,9 @@ class GlooLink(BroadcastLink):
 
     def __init__(self, server: Server, folder: Path) -> None:
         super().__init__(server, folder)
-        own = gloo_wire.local_address(*address_of(server.url))
+        url = urlsplit(server.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        own = gloo_wire.local_address(url.hostname or "127.0.0.1", port)
         size, rendezvous = server.world_size + 1, RENDEZVOUS_SECONDS
         try:
             store, port = gloo_wire.listen(own, size, rendezvous)
@@ -221,14 +219,10 @@ class IpcLink(Link):
 
     def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
         weights = unflattened(flat, bucket)
-        update = {
-            "names": [name for name, _ in weights],
-            "dtype_names": [str(w.dtype).removeprefix("torch.") for _, w in weights],
-            "shapes": [list(w.shape) for _, w in weights],
-            "handles": [{self.uuid: ipc_wire.handle_of(w)} for _, w in weights],
-        }
+        handles = [{self.uuid: ipc_wire.handle_of(w)} for _, w in weights]
         torch.cuda.synchronize()
-        self.server.call("/update_weights", {"update_info": update}, self.timeout)
+        update = {"update_info": {**described(bucket), "handles": handles}}
+        self.server.call("/update_weights", update, self.timeout)
 
     def close(self) -> None:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -419,10 +413,13 @@ def send(
     return lost
 
 
-def address_of(url: str) -> tuple[str, int]:
-    """Returns (host, port) of a URL."""
-    parts = urlsplit(url)
-    return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
+def described(infos: Sequence[WeightInfo]) -> dict[str, Any]:
+    """Returns the description of weights in vLLM's requests."""
+    return {
+        "names": [i.name for i in infos],
+        "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
+        "shapes": [list(i.shape) for i in infos],
+    }
 
 
 @contextlib.contextmanager

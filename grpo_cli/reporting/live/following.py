@@ -76,30 +76,27 @@ class Followed:
             now: a monotonic time in seconds.
         """
         try:
-            self._read_changed()
+            if self._has_changed(METRICS):
+                self.metrics = self.folder.metrics()
+            if self._has_changed(ALARMS):
+                self.alarms = self.folder.alarms()
+            if self._has_changed("recipe.yaml"):
+                self.folder = RunFolder(self.folder.path)  # it reads its recipe only once
+                with contextlib.suppress(UserError):  # not written yet
+                    self.recipe = self.folder.recipe
+            if self._has_changed("summary.json"):
+                self.summary = self.folder.summary()
+            if self._has_changed("checkpoints"):
+                self.checkpoints = steps_saved(self.folder.path)
+            if self._has_changed("completions"):
+                self.samples = []
+                if stored := [step for step in self.folder.steps_with_completions() if step >= 0]:
+                    with contextlib.suppress(ValueError, UserError):
+                        self.samples = best_and_worst(self.folder.completions(stored[-1]))
         except (OSError, UserError):  # replaced meanwhile on a network disk, or damaged
             self._stamps.clear()
         self.holds_lock = self.folder.is_running
         self._read_status(time.monotonic() if now is None else now)
-
-    def _read_changed(self) -> None:
-        if self._has_changed(METRICS):
-            self.metrics = self.folder.metrics()
-        if self._has_changed(ALARMS):
-            self.alarms = self.folder.alarms()
-        if self._has_changed("recipe.yaml"):
-            self.folder = RunFolder(self.folder.path)  # it reads its recipe only once
-            with contextlib.suppress(UserError):  # not written yet
-                self.recipe = self.folder.recipe
-        if self._has_changed("summary.json"):
-            self.summary = self.folder.summary()
-        if self._has_changed("checkpoints"):
-            self.checkpoints = steps_saved(self.folder.path)
-        if self._has_changed("completions"):
-            self.samples = []
-            if stored := [step for step in self.folder.steps_with_completions() if step >= 0]:
-                with contextlib.suppress(ValueError, UserError):
-                    self.samples = best_and_worst(self.folder.completions(stored[-1]))
 
     def _read_status(self, now: float) -> None:
         """Reads the status and its age.

@@ -13,7 +13,7 @@ A table of two completions of one prompt:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,22 +128,18 @@ def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
         column = table[name].combine_chunks()
         if isinstance(column, pyarrow.ChunkedArray):
             column = pyarrow.concat_arrays(column.chunks) if column.num_chunks else column
-        is_of_tokens = pyarrow.types.is_list(column.type) and name != IMAGES
-        columns[name] = list(_arrays(column)) if is_of_tokens else column.to_pylist()
+        if name == IMAGES or not pyarrow.types.is_list(column.type):
+            columns[name] = column.to_pylist()
+        else:
+            values = column.flatten().to_numpy(zero_copy_only=False)
+            lengths = column.value_lengths().to_pylist()
+            ends = np.cumsum([length or 0 for length in lengths])
+            columns[name] = [
+                None if length is None else values[end - length : end]
+                for length, end in zip(lengths, ends, strict=True)
+            ]
     names = [*columns]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _arrays(column: Any) -> Iterator[Any]:
-    """Yields each list of a column as an array; None for a missing one."""
-    values = column.flatten().to_numpy(zero_copy_only=False)
-    start = 0
-    for length in column.value_lengths().to_pylist():
-        if length is None:
-            yield None
-            continue
-        yield values[start : start + length]
-        start += length
 
 
 @dataclass

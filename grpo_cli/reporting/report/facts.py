@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.checkpoints.paths import step_of
-from grpo_cli.config import schema
 from grpo_cli.config.compose import shipped
 from grpo_cli.config.interpolation import publishable, publishable_command
+from grpo_cli.config.keys import KNOBS
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.saved_recipe import changes
-from grpo_cli.config.schema import function_of, own_first
 from grpo_cli.files import read_json
 from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.scoring.settings import Reward, function_of, own_first
 
 
 def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def right(recipe: Mapping[str, Any]) -> str | None:
 
 def listed(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, str]]:
     """Returns the knobs that differ between two recipes, each with its help text."""
-    docs = {key: field.metadata["doc"] for key, field in schema.knobs()}
-    of_rewards = {f.name: f.metadata["doc"] for f in dataclasses.fields(schema.Reward)}
+    docs = {key: field.metadata["doc"] for key, field in KNOBS.items()}
+    of_rewards = {f.name: f.metadata["doc"] for f in dataclasses.fields(Reward)}
     return [
         {
             "key": key,

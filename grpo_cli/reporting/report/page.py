@@ -18,17 +18,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from markupsafe import Markup
 
 from grpo_cli import __version__
+from grpo_cli.checkpoints import paths
 from grpo_cli.config.interpolation import masker
 from grpo_cli.reporting.report import completions, curves, facts
 from grpo_cli.reporting.report.completions import Completions, Limits
 from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.reporting.status import write_text
+
+if TYPE_CHECKING:
+    from grpo_cli.training.callbacks import Event
 
 # In the order in which they run.
 SCRIPTS = (
@@ -45,6 +49,25 @@ class RunData:
 
     head: dict[str, Any]  # facts and curves: small, read first
     completions: Completions
+
+
+class Report:
+    """Writes report.html into the folder of a run that ends (`log.report`)."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+
+    def on_end(self, event: Event) -> None:
+        if event.rank:
+            return
+        path = event.folder / NAME
+        try:
+            write([read(RunFolder(event.folder))], path)
+        except Exception as error:  # whatever it is: the run is done; the report can be made later
+            why, run = f"{type(error).__name__}: {error}", paths.shown(event.folder)
+            self.say(f"{paths.shown(path)}: not written ({why}); grpo report {run} writes it")
+        else:
+            self.say(f"report: {paths.shown(path)}")
 
 
 def read(run: RunFolder, limits: Limits | None = None) -> RunData:

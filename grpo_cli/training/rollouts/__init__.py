@@ -1,5 +1,5 @@
 """Collects the rollouts of a step, assigns their advantages, and prefetches those of later steps.
 
 Start at `collect.py`, from prompts to scored groups; `credit.py` gives them advantages and token
-weights; `queue.py` decides which step's rollouts are sampled next, `prefetch.py` samples ahead.
+weights; `queue.py` decides which prompts are sampled next, and samples those of later steps ahead.
 """

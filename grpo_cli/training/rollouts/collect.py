@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from grpo_cli.algorithm.advantages import level_rewards
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
@@ -27,12 +27,9 @@ from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
 from grpo_cli.training.logprob_passes import fill_old_logprobs
-from grpo_cli.training.rollouts.balance import minibatch_of, moves
-from grpo_cli.training.rollouts.credit import has_signal
-from grpo_cli.training.rollouts.episode_credit import unknown_reward_names
-from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
-from grpo_cli.training.run import Run
-from grpo_cli.training.step_progress import StepBatch
+from grpo_cli.training.rollouts.credit import has_signal, unknown_reward_names
+from grpo_cli.training.rollouts.queue import PrefetchedGroups
+from grpo_cli.training.run import Run, StepBatch
 
 LOWEST_SHARE = 0.1  # least assumed share of groups with a signal: limits what is sampled
 MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO; then the step has fewer groups
@@ -139,7 +136,7 @@ def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
     speaks = every_rollout_has_gradient(
         recipe.loss,
         has_reference=run.policy.reference is not None,
-        entropy_coef=run.entropy_bonus.value(recipe.loss),
+        entropy_coef=run.state.entropy_bonus.value(recipe.loss),
         router_coef=run.policy.router_coef,
     )
     same = len({(o.outcome_reward, *map(tuple, o.steps.values())) for o in group}) == 1
@@ -185,9 +182,7 @@ def _sample(
         session: begins to score the groups while others are still being sampled.
         batch: the groups, if they were prefetched.
     """
-    # Processes in lockstep sample episodes in rounds: one that left early would block the others.
-    in_rounds = run.queue.episodes is not None and run.workers.runs_in_lockstep
-    leaving = nullcontext() if in_rounds else run.interrupts.interruptible()
+    leaving = run.interrupts.interruptible(run.queue.episodes is not None)
     share, groups = -(-number // run.workers.size), list[Group]()
     with clock.stage("generate"), leaving:
         sampling = run.queue.sample(recipe, number) if batch is None else nullcontext(batch.take())
@@ -249,3 +244,47 @@ def check_environments(recipe: Recipe, sampled: StepStats, step: int) -> None:
             f"failed, more than environment.max_failed_share = {limit:g}; the last error: "
             f"{masked(failed[-1].env_error) or failed[-1].stop_reason}"
         )
+
+
+UNEVEN = 1.03  # times the mean: below it, the busiest process keeps its groups
+
+
+def minibatch_of(positions: Iterable[int], minibatches: int) -> dict[int, int]:
+    """Returns the minibatch of each group: stretches of about equal size, in order of position.
+
+    The minibatches therefore do not depend on the number of processes.
+    """
+    in_order = sorted(positions)
+    return {p: place * minibatches // len(in_order) for place, p in enumerate(in_order)}
+
+
+def moves(owners: Mapping[int, int], works: Mapping[int, float], size: int) -> dict[int, int]:
+    """Returns the groups to move so that no process has much more work than the others.
+
+    Args:
+        owners: the process of each group, by its position. works: the work of each group.
+
+    Returns:
+        The new process of each group that moves; as few as needed.
+    """
+    sums = [0.0] * size
+    own: list[set[int]] = [set() for _ in range(size)]
+    for position, rank in owners.items():
+        sums[rank] += works[position]
+        own[rank].add(position)
+    mean, moved = sum(sums) / size, dict[int, int]()
+    for _ in range(len(owners)):
+        most = max(range(size), key=lambda r: (sums[r], -r))
+        least = min(range(size), key=lambda r: (sums[r], r))
+        gap = sums[most] - sums[least]
+        # A group smaller than the gap lowers the larger sum; one of half the gap lowers it most.
+        fitting = [p for p in own[most] if 0 < works[p] < gap]
+        if sums[most] <= UNEVEN * mean or not fitting:
+            break
+        best = min(fitting, key=lambda p: (abs(works[p] - gap / 2), p))
+        own[most].remove(best)
+        own[least].add(best)
+        sums[most] -= works[best]
+        sums[least] += works[best]
+        moved[best] = least
+    return {p: rank for p, rank in moved.items() if owners[p] != rank}

@@ -1,25 +1,32 @@
-"""Computes the advantages of rollouts from rewards, and their token weights from counts."""
+"""Computes the advantages of rollouts from rewards, and their token weights from counts.
+
+It also decides which rewards are credited to the turns of an episode, and checks that the loss
+allows it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_cli.algorithm import normalization
-from grpo_cli.algorithm.advantage_shares import advantage_shares
 from grpo_cli.algorithm.advantages import (
+    advantage_shares,
     all_equal,
     process_advantages,
     rule_function,
     turn_advantages,
 )
-from grpo_cli.algorithm.kl import ESTIMATORS
+from grpo_cli.algorithm.batch import token_weight
+from grpo_cli.algorithm.losses import ESTIMATORS, loss_function
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, traits_of
-from grpo_cli.config.schema import Recipe
-from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.user_code import is_coroutine_function
+from grpo_cli.environments.factory import rollout_function
+from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.records import (
     Group,
     Rollout,
@@ -29,7 +36,10 @@ from grpo_cli.records import (
     reward_tensors,
     weighted_parts,
 )
-from grpo_cli.training.rollouts.episode_credit import one_gradient, rewards_of_turns
+from grpo_cli.scoring.registry import full_name
+
+if TYPE_CHECKING:  # it imports transformers, and recipes are checked without
+    from grpo_cli.distributed.workers import Workers
 
 ZERO_ADVANTAGE = "frac_zero_advantage"
 
@@ -215,7 +225,7 @@ def set_token_weights(recipe: Recipe, groups: Sequence[Group], workers: Workers)
     for g in groups:
         for r in g.rollouts:
             if r.loss_tokens:
-                r.weight = normalization.token_weight(
+                r.weight = token_weight(
                     recipe.loss.normalize,
                     r.loss_tokens,
                     lengths[g.prompt_index],
@@ -223,3 +233,75 @@ def set_token_weights(recipe: Recipe, groups: Sequence[Group], workers: Workers)
                     recipe.generation.max_completion_tokens,
                 )
     return counts["tokens"]
+
+
+ENVIRONMENT = "environment"  # the reward that an environment gives
+
+
+def rewards_of_turns(recipe: Recipe) -> list[str]:
+    """Returns the names of the rewards that are credited to turns (`episode.credit=turns`)."""
+    return environment_rewards(recipe) if recipe.episode.credit == "turns" else []
+
+
+def environment_rewards(recipe: Recipe) -> list[str]:
+    """Returns the names of the rewards that an environment gives."""
+    own = full_name(ENVIRONMENT)
+    return [name for name, reward in recipe.reward.items() if full_name(reward.function) == own]
+
+
+def unknown_reward_names(recipe: Recipe, sampled: StepStats) -> Iterator[str]:
+    """Yields a message for each reward that names an environment's reward that no rollout has.
+
+    Args:
+        sampled: the outcomes of the first step.
+    """
+    episodes = [o.episode for group in sampled.values() for o in group if o.episode is not None]
+    there = sorted({name for episode in episodes for name in episode.reward_names})
+    for key in environment_rewards(recipe) if there else ():
+        name = recipe.reward[key].args.get("name")
+        if name not in (None, "turns", *there):
+            yield (
+                f"reward.{key}.args.name = {name!r}: no rollout of the first step has such a "
+                f"reward of its environment; there are {listed(there)}.{nearest(name, there)}"
+            )
+
+
+def one_gradient(loss: Loss) -> str | None:
+    """Returns the setting that gives all tokens of a completion one gradient, or None."""
+    if traits_of(loss_function(loss)).one_gradient_per_completion:
+        return f"policy = {loss.policy}"
+    return "ratio_level = sequence" if loss.ratio_level == "sequence" else None
+
+
+def check_episode_credit(recipe: Recipe) -> None:
+    """Checks that rewards of environments and `episode.credit` fit the rest of the recipe.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    given, of = environment_rewards(recipe), recipe.environment
+    if given and not (of.path or of.by_name or recipe.rollout):
+        there = "tools give none" if recipe.has_environment else "there is none"
+        raise UserError(
+            f"reward.{given[0]}: is what an environment gives, and {there}; set environment.path, "
+            "or rollout, or use another reward, such as reward=[exact_match]."
+        )
+    path = recipe.rollout
+    if given and path is not None and not is_coroutine_function(rollout_function(recipe)):
+        raise UserError(
+            f"reward.{given[0]}: is what an environment gives, and rollout = {path}, which is no "
+            "coroutine function (async def), gives none; return rewards under a key such as score, "
+            "and use a reward function that takes the column score."
+        )
+    if recipe.episode.credit != "turns":
+        return
+    if not given:
+        raise UserError(
+            "episode.credit = turns: is only read with a reward for turns, that of the "
+            f"environment; add reward={ENVIRONMENT}, or use episode.credit=sum."
+        )
+    if (name := one_gradient(recipe.loss)) is not None:
+        raise UserError(
+            f"episode.credit = turns: with loss.{name} all tokens of a completion have one "
+            "gradient; use loss=gspo_token or another loss, or episode.credit=sum."
+        )

@@ -7,35 +7,32 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_cli.config import knob
+from grpo_cli.config.keys import flagged
+from grpo_cli.config.knob import value_at
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
-from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, from_state, to_state
+from grpo_cli.scoring.settings import Reward
 
 
 def reward_fingerprint(recipe: Recipe) -> str:
     """Returns a string of the settings that a completion's rewards depend on."""
-    rewards = {
-        name: (r.function, r.weight, r.args, *r.datasets) for name, r in recipe.reward.items()
-    }
-    return repr(rewards)
+    names = knob.flagged(Reward, "decides", "rewards")
+    return repr({n: [getattr(r, name) for name in names] for n, r in recipe.reward.items()})
 
 
 def sampling_fingerprint(recipe: Recipe, step: int) -> str:
     """Returns a string of the settings, besides prompts and policy, that completions depend on."""
-    generation, vllm = at_step(recipe, step)[0].generation, recipe.generation.vllm
-    sampling = Sampling.of(generation), generation.stop_token_ids
-    how = (generation.engine, generation.num_generations, recipe.seed, *sampling)
-    others = recipe.tools, recipe.environment, recipe.episode, recipe.rollout
-    episodes = others if recipe.has_episodes else ()
-    return repr((*how, vllm.regex, vllm.json_schema, *episodes))
+    now, _ = at_step(recipe, step)
+    return repr([value_at(now, k) for k in flagged("decides", "completions", "distribution")])
 
 
 def step_fingerprint(recipe: Recipe, step: int) -> str:
     """Returns a string of the settings that the groups and updates of a step depend on."""
     how = (sampling_fingerprint(recipe, step), reward_fingerprint(recipe))
-    return repr((*how, recipe.update, recipe.loss))
+    return repr((*how, [value_at(recipe, k) for k in flagged("decides", "updates")]))
 
 
 def digest(fingerprint: str) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from grpo_cli.evaluation.probe.run import ProbeParts, ProbeResult, run_probe
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.training.prepare import MADE_UP
 from grpo_cli.training.run import Run
+from grpo_cli.training.scorers import MADE_UP
 from tests.training.test_train import built
 
 pytestmark = pytest.mark.runs

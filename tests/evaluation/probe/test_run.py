@@ -3,10 +3,13 @@
 import math
 from dataclasses import replace
 
-from grpo_cli.config.schema import Advantage, Generation, Recipe, Reward
+from grpo_cli.algorithm.settings import Advantage
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.evaluation.probe.run import measure, signal_key
 from grpo_cli.evaluation.probe.verdict import Measured, Mismatch
+from grpo_cli.generation.settings import Generation
 from grpo_cli.records import Group, Rollout
+from grpo_cli.scoring.settings import Reward
 from tests.conftest import make_group, make_rollout
 
 EOS = 9

@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from grpo_cli.config.schema import Advantage, EpisodeSettings, Generation, Recipe, Reward
+from grpo_cli.algorithm.settings import Advantage
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.evaluation.estimates import Estimate
 from grpo_cli.evaluation.probe.verdict import (
     Finding,
@@ -13,6 +15,8 @@ from grpo_cli.evaluation.probe.verdict import (
     Verdict,
     judge,
 )
+from grpo_cli.generation.settings import Generation
+from grpo_cli.scoring.settings import Reward
 from tests.tables import table
 
 REWARD = RewardStats(

@@ -11,10 +11,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Adapter, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder, check_tower, rank_on
 from grpo_cli.generation.vllm.weights import AdapterWeights, WeightInfo
+from grpo_cli.models.settings import Adapter
 from tests.models.test_adapters import adapted, move
 from tests.models.test_vision import load
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Vllm
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.settings import Vllm
 from tests.vllm_engines import (
     CACHE,
     LONG,

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm import lora
 from grpo_cli.models import adapters
+from grpo_cli.models.settings import Adapter
 
 
 def config_of(**fields: Any) -> Any:

@@ -18,7 +18,7 @@ import httpx2
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Request
 from grpo_cli.generation.vllm import server_key, weight_transfer

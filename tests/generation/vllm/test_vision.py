@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Build
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.generation.base import EngineSetup, Generator
 from grpo_cli.generation.sampling import Sampling
@@ -25,6 +24,7 @@ from grpo_cli.images import StoredImage
 from grpo_cli.models import tiny, vision
 from grpo_cli.models.families import image_tokens
 from grpo_cli.models.loading import inference
+from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from tests.models.test_vision import Loaded, load_folder
 from tests.vision_models import picture

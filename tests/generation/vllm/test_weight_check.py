@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Generation, Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
+from grpo_cli.generation.settings import Generation
 from grpo_cli.generation.vllm.weight_check import WeightCheck, fixed_rows, make_weight_check
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt

@@ -5,7 +5,8 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -64,3 +65,14 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "hf_abcdef" not in head
     assert "plain123" not in head
     assert "grpo train" in head
+
+
+def test_a_report_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(page, "read", fails)
+    said: list[str] = []
+    page.Report(said.append).on_end(cast(Any, SimpleNamespace(rank=0, folder=tmp_path)))
+    (line,) = said
+    assert f"not written (MemoryError: no room); grpo report {tmp_path} writes" in line

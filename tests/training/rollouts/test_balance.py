@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.records import RolloutStats
-from grpo_cli.training.rollouts.balance import UNEVEN, moves
-from grpo_cli.training.rollouts.collect import _work
+from grpo_cli.training.rollouts.collect import UNEVEN, _work, moves
 from tests.tables import table
 
 CASES = [random.Random(seed) for seed in range(60)]
@@ -144,7 +143,7 @@ def test_work_of_groups(changes: dict[str, str], entropy_coef: float, works: lis
     recipe.loss = dataclasses.replace(recipe.loss, **changes)  # type: ignore[arg-type]
     bonus = SimpleNamespace(value=lambda loss: entropy_coef)
     policy = SimpleNamespace(reference=None, router_coef=0.0)
-    run = SimpleNamespace(policy=policy, entropy_bonus=bonus)
+    run = SimpleNamespace(policy=policy, state=SimpleNamespace(entropy_bonus=bonus))
     groups = [
         [RolloutStats(value, value, {}, {}, 3, 4, False, False, 4) for value in values]
         for values in ((1.0, 1.0), (1.0, 0.0))

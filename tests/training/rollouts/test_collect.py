@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import EnvironmentSettings, Recipe, Reward
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import StepStats, rollout_stats
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.rollouts.collect import check_environments, check_reward_names
 from tests.conftest import make_group
 from tests.episodes import make_episode

@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.config.schema import (
-    Advantage,
-    Loss,
-    Recipe,
-    Reward,
-)
+from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Rollout, RolloutStats, rollout_stats
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.rollouts import credit
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import (
-    Advantage,
-    EnvironmentSettings,
-    EpisodeSettings,
-    Loss,
-    Recipe,
-    Reward,
-)
+from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import loop
 from grpo_cli.training.rollouts.collect import collect
-from grpo_cli.training.rollouts.episode_credit import check_episode_credit
+from grpo_cli.training.rollouts.credit import check_episode_credit
 from tests.conftest import CPU
 from tests.training.test_train import built, metrics
 

@@ -28,9 +28,9 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
 from grpo_cli.training import loop, resume, run
-from grpo_cli.training.rollouts import prefetch
+from grpo_cli.training.rollouts import queue
 from grpo_cli.training.rollouts.collect import use_samplers_logprobs
-from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
+from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.step import Step
 from tests.conftest import as_prompts, make_group, make_rollout
 from tests.fake_vllm import Drawn, FakeVllm, Process, serving
@@ -89,7 +89,7 @@ def test_sampling_error_is_raised_by_take() -> None:
 
 
 def test_interrupt_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(queue, "POLL_SECONDS", 0.01)
     beats, go_on = 0, threading.Event()
 
     def leave() -> bool:

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from grpo_cli.config.parsing import parse
-from grpo_cli.config.schema import Recipe, Vllm
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.factory import check_settings
-from grpo_cli.generation.vllm.settings import REFUSED, dtype_of, of_head, structured_outputs
+from grpo_cli.generation.settings import Vllm
+from grpo_cli.generation.vllm.checks import REFUSED, dtype_of, of_head, structured_outputs
 from grpo_cli.training import prepare
 from tests.config.test_parsing import recipe
 from tests.tables import rows_of
 
 HERE = {"generation.engine": "vllm_colocate"}
-ROWS = rows_of("generation/vllm/settings.jsonl")
+ROWS = rows_of("generation/vllm/checks.jsonl")
 
 
 def parsed(changes: dict[str, Any]) -> Recipe:

@@ -17,7 +17,7 @@ from grpo_cli.records import (
     rollout_stats,
 )
 from grpo_cli.training.rollouts.credit import subtract_kl_from_rewards
-from grpo_cli.training.step_progress import StepBatch, StepProgress, from_state
+from grpo_cli.training.run import StepBatch, StepProgress
 from tests.training.rollouts.test_stored_groups import (
     make_groups,
     make_stream,
@@ -60,7 +60,7 @@ def kept(work: StepProgress) -> tuple[Any, Any]:
 
 
 def found_again(work: StepProgress, stream: PromptStream) -> StepProgress:
-    found = from_state(*kept(work), stream, HOW)
+    found = StepProgress.restored(*kept(work), stream, HOW)
     assert found is not None
     return found
 
@@ -97,14 +97,14 @@ def test_missing_outcome_stays_missing() -> None:
 )
 def test_step_of_another_recipe(stream: PromptStream, how: str) -> None:
     shared, own = kept(make_work(make_stream()))
-    assert from_state(shared, own, make_stream(), HOW) is not None
-    assert from_state(shared, own, stream, how) is None
+    assert StepProgress.restored(shared, own, make_stream(), HOW) is not None
+    assert StepProgress.restored(shared, own, stream, how) is None
 
 
 def test_process_without_groups() -> None:
     # More processes than groups: what the others have is not its own to judge.
     shared, _ = kept(make_work(make_stream()))
-    found = from_state(shared, [], make_stream(), HOW)
+    found = StepProgress.restored(shared, [], make_stream(), HOW)
     assert found is not None
     assert found.collected.groups == []
     step_stats: StepStats = make_work(make_stream()).collected.step_stats

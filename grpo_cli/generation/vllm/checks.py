@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.config.schema import CHANGING, Recipe, Vllm
+from grpo_cli.config.keys import flagged
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.generation.settings import Vllm
 
 START_SECONDS = 1200.0  # for a server to be ready: a large model takes long to load
 
@@ -121,10 +123,11 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
             "generation.dynamic_sampling, which sees a step's rewards before it knows how many "
             "prompts the step needs; set one of the two."
         )
-    scheduled = [name for name in CHANGING if f"generation.{name}" in recipe.schedules]
-    for name in dict.fromkeys([*generation.changed_by, *scheduled]):
+    changed = [f"generation.{name}" for name in generation.changed_by]
+    scheduled = [key for key in flagged("decides", "distribution") if key in recipe.schedules]
+    for key in dict.fromkeys([*changed, *scheduled]):
         yield (
-            f"generation.{name}: with generation.vllm.prefetch_steps the sampler's "
+            f"{key}: with generation.vllm.prefetch_steps the sampler's "
             "log-probabilities are the old policy's, and so must be of its whole distribution; "
             "set one of the two."
         )

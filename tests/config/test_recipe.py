@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.config import schema
-from grpo_cli.config.schema import Loss, Recipe, Reward, Schedule, knobs
+from grpo_cli.algorithm.settings import Loss
+from grpo_cli.config.keys import KNOBS, flagged
+from grpo_cli.config.knob import flags_of
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.schedules import Schedule
+from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.generation.factory import ENGINES
+from grpo_cli.scoring.settings import Reward
 from tests.tables import table
 
 Field = dataclasses.Field[Any]
 
-KNOBS = dict(knobs())
 EVERY = [
     *KNOBS.items(),
     *((f"reward.NAME.{f.name}", f) for f in dataclasses.fields(Reward)),
@@ -24,26 +28,11 @@ def default_of(f: Field) -> Any:
     return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
-def test_knobs_walks_into_every_section() -> None:
-    # A dataclass that it does not know would leave its knobs without documents and suggestions.
-    sections = [
-        kind
-        for name, kind in vars(schema).items()
-        if dataclasses.is_dataclass(kind) and not name.startswith("_")
-    ]
-    apart = (
-        Recipe,
-        Reward,
-        schema.Benchmark,
-        schema.Mode,
-        schema.NamedRows,
-        schema.HeldOut,
-        schema.MixturePart,
-        schema.Callback,
-        Schedule,
-    )  # the whole, and entries of mappings
-    inside = sum(len(dataclasses.fields(kind)) for kind in sections if kind not in apart)
-    assert len([key for key in KNOBS if "." in key]) == inside
+def test_knobs_are_found_in_every_section() -> None:
+    # A dataclass without its `kind` would leave its knobs without documents and suggestions.
+    for key, f in KNOBS.items():
+        is_class = str(f.type)[0].isupper() and f.type != "Any"
+        assert is_class == bool(f.metadata["kind"]), key
 
 
 @table(("key", "f"), EVERY)
@@ -63,10 +52,10 @@ def test_every_knob_has_a_sentence_and_a_default_within_its_range(key: str, f: F
             assert value in meta["choices"]
 
 
-@table("key", [k for k, f in KNOBS.items() if f.metadata.get("read_if")])
+@table("key", flagged("read_if"))
 def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> None:
     f = KNOBS[key]
-    other, *values = f.metadata["read_if"]
+    other, *values = flags_of(f).read_if
     assert other != key
     assert other in KNOBS
     choices = KNOBS[other].metadata["choices"]
@@ -75,9 +64,17 @@ def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> Non
     elif isinstance(default_of(KNOBS[other]), bool):
         choices = (True, False)
     elif other == "eval.mode":  # any mode that a benchmark defines
-        choices = tuple(schema.Benchmark().modes)
+        choices = tuple(Benchmark().modes)
     assert set(values) <= set(choices or ()), "a value that it cannot have"
     assert set(values) != set(choices or "?"), "always read: say nothing"
+
+
+def test_an_evaluation_reads_other_knobs_in_place_of_some() -> None:
+    for key in flagged("evaluated_as"):
+        assert flags_of(KNOBS[key]).evaluated_as in {*KNOBS, "checkpoint"}
+    for key in flagged("evaluated_if"):
+        other, value = flags_of(KNOBS[key]).evaluated_if or ("", "")
+        assert value in KNOBS[other].metadata["choices"]
 
 
 @pytest.mark.parametrize(
