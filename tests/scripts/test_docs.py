@@ -136,7 +136,7 @@ def test_example_rewards_run(write: Write) -> None:
     assert [r.reward for r in scored.rollouts] == [0.5, pytest.approx(0.114)]
     short = write("../README.md", "readme_rewards.py").short
     answers = [[{"role": "assistant", "content": text}] for text in ("Lima.", "It is Lima", "")]
-    assert short(answers, words=2) == [1.0, 0.0, 0.0]
+    assert short(answers, words=2) == [1.0, pytest.approx(2 / 3), 0.0]
 
 
 def test_example_callback_runs(write: Write, tmp_path: Path) -> None:
