@@ -17,6 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,11 +203,8 @@ class PolicyLogprobs:
 
     def _choose_kernel(self) -> None:
         if self.modes[0].packed and self.kernel is None:
-            self.kernel = choice.choose(
-                choice.Needs.of(self.model, fsdp.device_of(self.model)),
-                say=self.say,
-                agree_on=self.agree_on,
-            )
+            needs = choice.Needs.of(self.model, fsdp.device_of(self.model))
+            self.kernel = choice.choose(needs, say=self.say, agree_on=self.agree_on)
 
     def checks(self) -> dict[str, str]:
         """Returns the mode, and whether it was checked on "text" or "images", for a checkpoint."""
@@ -290,10 +288,10 @@ class PolicyLogprobs:
             self.autocast, self.kernel = autocast, kernel
 
     def _with_gradient(
-        self, mode: ForwardMode, rollouts: Sequence[Rollout], temperature: float
+        self, mode: ForwardMode, some: Sequence[Rollout], temperature: float
     ) -> Outcome:
         return self_check.with_gradient(
-            self.model, rollouts, lambda: self._by(mode, rollouts, temperature)[0]
+            self.model, some, partial(self._by, mode, some, temperature)
         )
 
     def _by(
@@ -332,17 +330,14 @@ class PolicyLogprobs:
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
             fsdp.offload(self.model)
-        logprobs, entropies = flat
-        return in_rows(logprobs, rollouts), entropies if entropies is None else in_rows(
-            entropies, rollouts
-        )
+        logprobs = in_rows(flat[0], rollouts)
+        return logprobs, None if flat[1] is None else in_rows(flat[1], rollouts)
 
     def _chunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = self.model.base_model(
-            **arguments_of(self.model, inputs)
-        ).last_hidden_state.flatten(0, 1)
+        output = self.model.base_model(**arguments_of(self.model, inputs))
+        hidden = output.last_hidden_state.flatten(0, 1)
         return linear_logprobs(
             hidden[inputs.predictors],  # [T, H]
             Head.of(self.model),

@@ -201,16 +201,16 @@ def _wide(value: Any) -> Any:
 
 
 def with_gradient(
-    model: PreTrainedModel, rollouts: Sequence[Rollout], compute: Callable[[], Tensor]
+    model: PreTrainedModel, rollouts: Sequence[Rollout], compute: Callable[[], tuple[Tensor, Any]]
 ) -> Outcome:
     """Returns log-probabilities, and the gradient of a signed sum of them for one weight.
 
     Args:
-        compute: returns the log-probabilities [B, C] of the rollouts.
+        compute: returns (log-probabilities [B, C] of the rollouts, entropies).
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        return Outcome.of(rollouts, compute())
+        return Outcome.of(rollouts, compute()[0])
     # The gradient of a norm in the first layer depends on all layers. So does that of an
     # adapter's matrix B; that of A is 0 as long as B is 0.
     of_adapter = (p for name, p in model.named_parameters() if ".lora_B." in name)
@@ -218,7 +218,7 @@ def with_gradient(
     first = next(of_adapter, None)
     first = next(norms, trained[0]) if first is None or not first.requires_grad else first
     with torch.enable_grad(), recomputing(model):
-        logprobs = compute()
+        logprobs, _ = compute()
         signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
         if not logprobs.requires_grad:  # the adapter is switched off
             return Outcome.of(rollouts, logprobs)

@@ -23,7 +23,7 @@ from grpo_cli.errors import UserError, counted, nearest
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.files import read_json, read_yaml
 from grpo_cli.generation.vllm import lora
-from grpo_cli.models.settings import ADAM
+from grpo_cli.models.settings import ADAM, Adapter
 from grpo_cli.reporting import tracking
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer, needed_columns
@@ -409,7 +409,7 @@ def check_adapter(recipe: Recipe) -> LoraConfig | None:
         UserError: it cannot, or the model is quantized and there is no adapter.
     """
     adapter, quantization = recipe.adapter, recipe.model.quantization
-    if adapter.method == quantization == "none":
+    if adapter == Adapter() and quantization == "none":
         return None
     from grpo_cli.models import adapters  # late: it imports transformers
 
