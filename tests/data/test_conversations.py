@@ -145,23 +145,6 @@ def test_a_template_that_fails(
     assert str(error.value).startswith(words)
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "words"),
-    [
-        ('{"question": {"text": "1+1"}}', "{question}", "holds an object, which is no text; name"),
-        ('{"answers": ["1"]}', "Q: {answers}", "holds a list, which is no text; name a part"),
-    ],
-)
-def test_a_template_with_a_column_that_is_no_text(
-    row: str, template: str, words: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(row + "\n")
-    with pytest.raises(UserError) as error:
-        load_rows(Dataset(train=str(path), prompt=template), "train")
-    assert words in str(error.value)
-
-
 def test_a_part_of_an_object_is_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": {"text": "1+1"}}\n')

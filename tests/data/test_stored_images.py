@@ -18,7 +18,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.images import StoredImage
 from grpo_cli.reporting import reporter
 from tests.conftest import make_group, make_rollout
-from tests.pictures import PNG, SMALL, image_groups, write_groups
+from tests.pictures import PNG, image_groups, write_groups
 from tests.test_images import encoded
 
 BLOCK, TEXT = {"type": "image"}, {"type": "text", "text": "How red?"}
@@ -53,18 +53,6 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         image = sample.columns["image"]
         assert image is None or image is sample.images[0]
     assert read[0].prompt == [{"role": "user", "content": [BLOCK, TEXT]}]
-
-
-def test_lists_of_images_keep_their_form_and_order(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "Same?", "images": [{"bytes": PNG}, {"bytes": SMALL}]},
-        {"prompt": "None?", "images": []},
-    ]
-    write_groups(tmp_path / "a.parquet", image_groups(rows, 1, None))
-    first, second = load(tmp_path / "a.parquet", {}, "input")
-    assert [i.size for i in first.columns["images"]] == [(60, 40), (6, 4)]
-    assert first.columns["images"] == list(first.images)
-    assert second.columns["images"] == []
 
 
 def test_pictures_in_messages_are_read_again(tmp_path: Path) -> None:

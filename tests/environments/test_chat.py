@@ -216,15 +216,6 @@ def test_a_text_is_changed_as_the_template_changes_it(
     assert shown == plain.replace('"@"' if family == "llama3" else "@", expected)
 
 
-def test_two_results_are_one_reply(make: Make) -> None:
-    chat = make("qwen2_5")
-    ids = chat.reply_ids([result("6"), result("8")], ended_by_eos=True, limit=9)
-    assert decoded(chat, ids) == (
-        "\n<|im_start|>user\n<tool_response>\n6\n</tool_response>\n<tool_response>\n8\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_the_end_of_a_turn_is_added_where_none_was_sampled(make: Make) -> None:
     for family in WITH_TOOLS:
         chat = make(family)

@@ -11,25 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from grpo_cli import sandbox
-from grpo_cli.algorithm.batch import collate
 from grpo_cli.environments import loop, programs
 from grpo_cli.environments.program_calls import Answer, closed_program, describe, execute
-from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, Request
-from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.settings import Tools
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.models import tiny
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Prompt
-from tests.conftest import BUILD, CPU, as_prompts
+from grpo_cli.records import Completion
+from tests.conftest import as_prompts
 from tests.tables import rows_of, table
 
 END = "<|im_end|>"
@@ -324,19 +318,6 @@ def test_the_tools_tokens_are_part_of_the_budget(
     assert c.stop_reason == {"length": "max_tokens", "stop": "answered"}[c.finish_reason]
 
 
-@pytest.mark.parametrize("piece", [1, 4, 32])
-def test_pieces_do_not_show(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, piece: int
-) -> None:
-    parts = ["```text\n```\n" + program("x = 1\nx"), out("1"), program("x"), out("1"), "so" + END]
-    monkeypatch.setattr(programs, "PIECE", piece)
-    inner = scripted(tokenizer, "".join(parts))
-    c = complete(inner)
-    assert parts_of(c, tokenizer) == parts
-    assert c.tool_calls == 2
-    assert max(s.max_tokens for _, s, _ in inner.rounds) <= piece
-
-
 @pytest.mark.parametrize(
     ("stop", "says", "expected"),
     [
@@ -496,48 +477,3 @@ def test_describe_tries_the_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: A
 
 
 # The embedded engine
-
-
-@pytest.fixture(scope="module")
-def trained(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A tiny model that has learnt one solution by heart, its program's wrong output included."""
-    said = program("print(6*7)") + "```output\n41\n```\nSo 42."
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        build = replace(
-            BUILD, warmup_steps=400, warmup_batch=2, warmup_learning_rate=1e-2,
-            warmup_target_loss=0.01,
-        )  # fmt: skip
-        model = tiny.make_model(build, tokenizer)
-        pairs = [
-            tiny.Pair("6*7?", said.removesuffix(END)),
-            tiny.Pair("6*7?", said.removesuffix(END).replace("41", "42")),
-        ]
-        rows = list(tiny.examples(tokenizer, pairs, None))
-        tiny.warm_up(model, build, rows, 0, lambda step, loss: None)
-    return model.eval()
-
-
-@pytest.mark.runs
-def test_with_the_embedded_engine(
-    trained: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    eos = [tokenizer.eos_token_id]
-    inner = TransformersGenerator(trained, eos, tokenizer=tokenizer, say=pytest.fail)
-    prompt = Prompt(0, encode(tokenizer, "6*7?"), "6*7?", {})
-    rollouter = Rollouter(inner, tokenizer, programs.program_loop(tokenizer, QUICK))
-    with rollouter.groups([(3, prompt)], 2, Sampling(70, temperature=0), 1) as sampled:
-        (group,) = sampled
-    for r in group.rollouts:
-        assert r.text == program("print(6*7)") + out("42") + "So 42."
-        assert parts_of(r.completion, tokenizer) == [
-            program("print(6*7)"), out("42"), "So 42." + END
-        ]  # fmt: skip
-        r.reward = 1.0
-    # The trainer finds the log-probabilities that were reported, and trains on nothing else.
-    logprobs, _ = PolicyLogprobs(trained)(group.rollouts, 1.0)
-    batch = collate(group.rollouts, CPU)
-    assert (batch.zero_masked(logprobs) - batch.sampling_logprobs).abs().max() < 1e-4
-    written = len(encode(tokenizer, out("42")))
-    assert [r.loss_tokens for r in group.rollouts] == [len(r.completion.ids) - written] * 2
-    assert batch.loss_mask.sum(1).tolist() == [r.loss_tokens for r in group.rollouts]

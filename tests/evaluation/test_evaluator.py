@@ -163,30 +163,6 @@ class Recites(Generator):
             yield number, [Completion(ids, [0.0] * len(ids), "stop")] * request.num_generations
 
 
-def second_character(completions: list[str]) -> list[list[tuple[int, float]]]:
-    return [[(1, 2.0)]] * len(completions)
-
-
-def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast) -> None:
-    rewards = {
-        "exact": Reward("exact_match"),
-        "steps": Reward("tests.evaluation.test_evaluator:second_character", weight=0.5),
-    }
-    recipe = Recipe(reward=rewards, generation=Generation(max_completion_tokens=9))
-    ids = tokenizer("é")["input_ids"]
-    prompts = [Prompt(row, ids, "", {"answer": "x"}) for row in range(3)]
-    scorer = Scorer(rewards, ["answer"], "x")
-
-    task = held_out(recipe, "x", prompts, scorer)
-    evaluator = Evaluator(recipe.eval, Workers("cpu"), tokenizer, Recites(twice=True), [task])
-    results = evaluator.run(keep_groups=True)
-    assert [r.text for g in results[0].groups for r in g.rollouts] == ["éé"] * 3
-    found = as_metrics(results)
-    assert found["eval/rewards/steps/mean"] == 2.0
-    assert found["eval/reward"] == 1.0
-    assert found["eval/accuracy"] == 0.0
-
-
 def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedTokenizerFast) -> None:
     generator = Recites()
     letters = [chr(ord("a") + i % 26) for i in range(70)]  # more than one chunk

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.records import RolloutStats, matrix, reward_tensors, rollout_stats
+from grpo_cli.records import RolloutStats, reward_tensors, rollout_stats
 from grpo_cli.reporting.rollout_metrics import rollout_metrics
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
@@ -96,19 +96,6 @@ def same(found: Tensor, rows: list[list[float]]) -> bool:
     return True
 
 
-def test_the_matrix_of_groups_of_different_sizes_ends_in_nan() -> None:
-    step_stats = {
-        3: [outcome(1.0, tokens=4)],
-        1: [outcome(2.0, tokens=5), outcome(3.0, tokens=6), outcome(NAN, tokens=7)],
-        2: [outcome(4.0, tokens=8), outcome(5.0, tokens=9)],
-    }
-    found = matrix(step_stats, lambda o: o.reward)
-    assert same(found, [[2.0, 3.0, NAN], [4.0, 5.0, NAN], [1.0, NAN, NAN]])
-    assert same(matrix(step_stats, lambda o: o.tokens), [[5, 6, 7], [8, 9, NAN], [4, NAN, NAN]])
-    nones = matrix(step_stats, lambda o: None if o.tokens == 6 else 1.0)
-    assert same(nones, [[1, NAN, 1], [1, 1, NAN], [1, NAN, NAN]])
-
-
 def test_reward_tensors_by_hand() -> None:
     step_stats = {
         6: [
@@ -132,12 +119,6 @@ def test_reward_tensors_by_hand() -> None:
     swapped = reward_tensors(step_stats, {"b": 2.0, "a": 1.0})
     assert swapped["weights"].tolist() == [2.0, 1.0]
     torch.testing.assert_close(swapped["parts"], found["parts"].flip(-1), equal_nan=True)
-
-
-def test_metrics_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
-    groups = {p: [outcome(0.1 * p + i, 1 + p) for i in range(3)] for p in range(5)}
-    backwards = dict(reversed(groups.items()))
-    assert rollout_metrics(groups) == rollout_metrics(backwards)
 
 
 def test_metrics_of_episodes_are_trls() -> None:

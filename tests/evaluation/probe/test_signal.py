@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from grpo_cli.evaluation.probe.signal import (
-    degrees_of_freedom,
     over_prompts,
     signal_share,
     without_signal,
@@ -47,15 +46,6 @@ EQUAL: dict[str, Callable[[int], float]] = {
 def beta_moment(a: float, size: int) -> float:
     """The mean of p^G of a Beta(a, 0.55 - a)."""
     return math.prod((a + i) / (0.55 + i) for i in range(size))
-
-
-def test_few_prompts_that_decide_leave_few_degrees_of_freedom() -> None:
-    assert degrees_of_freedom([0.5] * 8) == 7, "no spread"
-    assert degrees_of_freedom([0, 1] * 4) == 7, "kurtosis 1"
-    # Mean 0.1, squares 9 x 0.01 and 0.81: kurtosis (9 x 1e-4 + 0.6561) / 10 / 0.09^2 = 8.11.
-    assert degrees_of_freedom([1.0] + [0.0] * 9) == 4, "20 / 7.11, but at least 4"
-    # Of 100 values with 10 ones the kurtosis is 8.11, too.
-    assert degrees_of_freedom(([1.0] + [0.0] * 9) * 10) == pytest.approx(200 / (64 / 9))
 
 
 def share(rewards: list[float | None], size: int) -> float:

@@ -23,9 +23,8 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import base, client, server
-from grpo_cli.generation.vllm.client import Server
 from grpo_cli.generation.vllm.requests import sampling_params
-from grpo_cli.generation.vllm.server import Load, ServerGenerator
+from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.images import StoredImage
 from grpo_cli.models import adapters
@@ -177,14 +176,6 @@ def test_at_most_max_rows_requests_at_once(fakes: list[FakeVllm], start: Start) 
     assert max(most) == at_a_time
 
 
-def test_load_of_large_groups_and_many_requests() -> None:
-    a = Server("http://a")
-    assert Load(most_rows=8).take([a], 9) is a, "a group that is larger goes alone"
-    many = Load(most_rows=10**6)
-    taken = [many.take([a], 1) for _ in range(server.SOCKETS + 1)]
-    assert taken == [a] * server.SOCKETS + [None]
-
-
 def conversations(**how: Any) -> Conversations:
     return Conversations(PROMPTS, 3, SAMPLING, 3, **how)
 
@@ -202,12 +193,6 @@ def test_conversations_stay_on_their_server(fakes: list[FakeVllm], start: Start)
     homes = [{tuple(body["token_ids"][:3]) for body in fake.asked} for fake in fakes]
     assert homes[0].isdisjoint(homes[1])
     assert len(homes[0]) == len(homes[1]) == 6
-
-
-def test_a_server_is_asked_for_completions_that_match(fakes: list[FakeVllm], start: Start) -> None:
-    generator = start(fakes[:1], regex="a+")
-    generator.generate(as_prompts(PROMPTS[:1]), 3, SAMPLING, SEEDS[:1])
-    assert fakes[0].asked[0]["structured_outputs"] == {"regex": "a+"}
 
 
 # A server that is lost.
