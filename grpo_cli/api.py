@@ -13,7 +13,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import cli
-from grpo_cli.config.compose import error_message, quoted
+from grpo_cli.config.command_line import quoted
+from grpo_cli.config.compose import error_message
 from grpo_cli.errors import Stopped, UserError
 from grpo_cli.files import read_json
 

@@ -28,14 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli import __version__
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lookup import with_recipe_of_run
-from grpo_cli.config.compose import (
-    BARE,
-    complete,
-    compose_and_call,
-    error_message,
-    given_keys,
-    recipe_files,
-)
+from grpo_cli.config.command_line import recipe_files
+from grpo_cli.config.compose import BARE, complete, compose_and_call, error_message, given_keys
 from grpo_cli.config.interpolation import masked, printable
 from grpo_cli.distributed.stop_signal import die_with_torchrun, is_started_again
 from grpo_cli.errors import (

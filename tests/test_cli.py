@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from grpo_cli import cli
-from grpo_cli.config.compose import recipe_files
+from grpo_cli.config.command_line import recipe_files
 from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_cli.checkpoints import paths, provenance
-from grpo_cli.config.compose import as_words
+from grpo_cli.config.command_line import as_words
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.files import open_file, read_yaml, reading
 

@@ -33,13 +33,8 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import (
-    DEFAULT_RECIPE,
-    as_words,
-    compose_and_call,
-    given_keys,
-    recipe_files,
-)
+from grpo_cli.config.command_line import DEFAULT_RECIPE, as_words, recipe_files
+from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.interpolation import SECRET, publishable
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key

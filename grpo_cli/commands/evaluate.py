@@ -17,13 +17,8 @@ from omegaconf import DictConfig, open_dict
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.lookup import find_model
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import (
-    BARE,
-    DEFAULT_RECIPE,
-    compose_and_call,
-    given_keys,
-    split_options,
-)
+from grpo_cli.config.command_line import DEFAULT_RECIPE, split_options
+from grpo_cli.config.compose import BARE, compose_and_call, given_keys
 from grpo_cli.config.knob import knob
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import file_format

@@ -11,7 +11,8 @@ import yaml
 from omegaconf import DictConfig
 
 from grpo_cli.config import origins, parsing
-from grpo_cli.config.compose import compose_and_call, split_options, split_recipe
+from grpo_cli.config.command_line import split_options, split_recipe
+from grpo_cli.config.compose import compose_and_call
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.keys import KNOBS, entry_field
 from grpo_cli.config.knob import as_written

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from grpo_cli.config.compose import compose_and_call, given_keys, split_options
+from grpo_cli.config.command_line import split_options
+from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import check_recipe_words, described, parse, split
 from grpo_cli.errors import UserError

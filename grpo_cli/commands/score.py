@@ -19,7 +19,8 @@ from rich.table import Table
 
 from grpo_cli import data
 from grpo_cli.config import parsing
-from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_options
+from grpo_cli.config.command_line import split_options
+from grpo_cli.config.compose import BARE, compose_and_call, given_keys
 from grpo_cli.config.knob import knob
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import described, parse, split

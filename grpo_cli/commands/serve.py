@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 
 from grpo_cli.checkpoints import lookup
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import compose_and_call, given_keys, split_options
+from grpo_cli.config.command_line import split_options
+from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import (
     RECIPE_KEYS,

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from grpo_cli import cli
 from grpo_cli.checkpoints import provenance
 from grpo_cli.commands import evaluation_run, replay
-from grpo_cli.config.compose import recipe_files, shipped
+from grpo_cli.config.command_line import recipe_files
+from grpo_cli.config.compose import shipped
 from grpo_cli.config.keys import ENTRIES, KNOBS
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml

@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from grpo_cli.config.compose import as_text, as_words
+from grpo_cli.config.command_line import as_text, as_words
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config import compose, parsing
+from grpo_cli.config import command_line, parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks
@@ -63,7 +63,7 @@ def sample_of(name: str) -> str:
 
 def test_the_promised_benchmarks_are_there() -> None:
     promised = "gsm8k math math500 mgsm_zh cmath svamp aime24 aime25 humaneval mbpp geometry3k"
-    folder = compose.recipe_files()[0].parent / "benchmark"
+    folder = command_line.recipe_files()[0].parent / "benchmark"
     there = {path.stem for path in folder.glob("*.yaml")}
     assert set(promised.split()) <= there
     assert there == set(ALL)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_cli import data
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.algorithm.variants import POLICY, RULES
-from grpo_cli.config import compose, saved_recipe
+from grpo_cli.config import command_line, saved_recipe
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import Schedule
 from grpo_cli.errors import UserError
@@ -22,8 +22,8 @@ from tests.composed import composed
 
 pytestmark = pytest.mark.smoke  # Hydra takes a second for each composition
 
-FOLDER = compose.recipe_files()[0].parent
-RECIPES = [p.stem for p in compose.recipe_files()]
+FOLDER = command_line.recipe_files()[0].parent
+RECIPES = [p.stem for p in command_line.recipe_files()]
 FILES = {
     folder.name: sorted(p.relative_to(FOLDER) for p in folder.glob("*.yaml"))
     for folder in FOLDER.iterdir()
