@@ -129,7 +129,8 @@ def read(text: str, **reading: Any) -> str | None:
     """Returns the final answer of a text; called in a worker process."""
     from grpo_cli.rewards.math import final_answer
 
-    return final_answer(text, **reading)
+    answer: str | None = final_answer(text, **reading)
+    return answer
 
 
 def _start(
