@@ -28,7 +28,7 @@ from hydra._internal.hydra import Hydra
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.algorithm.settings import Loss
-from grpo_cli.generation.vllm.weight_check import Scored
+from grpo_cli.generation.vllm.weight_check import ComparedPrompt
 from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Completion, Group, Prompt, Rollout
@@ -166,9 +166,9 @@ def as_prompts(rows: Sequence[Sequence[int]]) -> list[Prompt]:
     return [Prompt.from_ids(ids) for ids in rows]
 
 
-def as_scored(rows: Sequence[Sequence[int]]) -> list[Scored]:
+def as_scored(rows: Sequence[Sequence[int]]) -> list[ComparedPrompt]:
     """Each row of token ids, all of which except the first are compared."""
-    return [Scored(prompt, len(prompt.ids) - 1) for prompt in as_prompts(rows)]
+    return [ComparedPrompt(prompt, len(prompt.ids) - 1) for prompt in as_prompts(rows)]
 
 
 def make_group(position: int, rollouts: list[Rollout]) -> Group:

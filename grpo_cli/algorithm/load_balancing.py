@@ -41,7 +41,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """The experts' load in one optimizer batch, over all processes."""
 
     assigned: Sequence[float]  # [E]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_cli.algorithm import corrections, losses
 from grpo_cli.algorithm.batch import Batch
-from grpo_cli.algorithm.load_balancing import Load, Routing
+from grpo_cli.algorithm.load_balancing import ExpertLoad, Routing
 from grpo_cli.algorithm.losses import ESTIMATORS, k3, loss_function, rows_that_train
 from grpo_cli.algorithm.metric_sums import (
     MaskedSum,
@@ -41,7 +41,9 @@ class Coefficients:
     entropy: float
     entropy_tokens: float  # tokens that the policy term trains in the optimizer batch
     router: float = 0.0  # weight of the load-balancing loss
-    load: Load | None = None  # load of the experts in the optimizer batch, if `router` is not 0
+    load: ExpertLoad | None = (
+        None  # load of the experts in the optimizer batch, if `router` is not 0
+    )
 
 
 @dataclass(frozen=True)

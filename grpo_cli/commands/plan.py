@@ -26,7 +26,7 @@ steps=3`), what it measured stands beside the plan.
 
 
 @dataclass
-class Settings:
+class PlanOptions:
     """The words of `grpo plan`; all others compose the recipe."""
 
     gpu: str | None = knob(
@@ -41,7 +41,7 @@ class Settings:
     )
 
 
-HELP = USAGE + described(Settings)
+HELP = USAGE + described(PlanOptions)
 
 
 def main(argv: list[str]) -> None:
@@ -49,9 +49,9 @@ def main(argv: list[str]) -> None:
     options, words = split_options(argv)
     as_json = "--json" in options
     options = [word for word in options if word != "--json"]
-    own, rest = split(Settings, words)
-    check_recipe_words(Settings, rest)
-    settings = parse(Settings, own)
+    own, rest = split(PlanOptions, words)
+    check_recipe_words(PlanOptions, rest)
+    settings = parse(PlanOptions, own)
 
     def task(cfg: DictConfig) -> None:
         from grpo_cli.planning import plan as planning

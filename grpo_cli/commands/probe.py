@@ -33,7 +33,7 @@ WITHOUT: dict[str, Any] = {"resume": None, "resume_changed": False, "overwrite":
 
 
 @dataclass
-class Settings:
+class ProbeOptions:
     """The words of `grpo probe`; all others compose the recipe."""
 
     prompts: int = knob(32, "Prompts to sample completions of, chosen at random.", ge=1)
@@ -45,7 +45,7 @@ class Settings:
     )
 
 
-HELP = USAGE + described(Settings)
+HELP = USAGE + described(ProbeOptions)
 
 
 def main(argv: list[str]) -> None:
@@ -59,9 +59,9 @@ def main(argv: list[str]) -> None:
     options, words = split_options(argv)
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
-    own, rest = split(Settings, words)
-    settings = parse(Settings, own)
-    check_recipe_words(Settings, rest)
+    own, rest = split(ProbeOptions, words)
+    settings = parse(ProbeOptions, own)
+    check_recipe_words(ProbeOptions, rest)
     for word in rest:
         if recipe_key(word) in WITHOUT:
             raise UserError(f"{word}: is only read by grpo train; a probe replaces its files.")

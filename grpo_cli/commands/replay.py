@@ -41,7 +41,7 @@ NOT_READ = (  # sections of the recipe, since the rollouts are stored with their
 
 
 @dataclass
-class Settings:
+class ReplayOptions:
     """The options of `grpo replay`."""
 
     step: int | None = knob(None, "Step of the run, counted from 1, which it has kept.", ge=1)
@@ -61,7 +61,7 @@ class Settings:
     )
 
 
-HELP = USAGE + described(Settings, dashes=True)
+HELP = USAGE + described(ReplayOptions, dashes=True)
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
         UserError: a mistake on the command line; the step was not kept.
         TrainingError: loss or gradient are not the recorded ones.
     """
-    (given,), settings = parse_with_runs(Settings, argv, "grpo replay")
+    (given,), settings = parse_with_runs(ReplayOptions, argv, "grpo replay")
     run = RunFolder.open(given)
     number, recorded = find(run, settings)
     kept = paths.kept_path(run.path, number)
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
         )
 
 
-def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
+def find(run: RunFolder, settings: ReplayOptions) -> tuple[int, Mapping[str, Any]]:
     """Returns the step to recompute and its line of metrics.jsonl.
 
     Raises:

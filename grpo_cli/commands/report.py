@@ -14,7 +14,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.report import facts, page
-from grpo_cli.reporting.report.completions import Limits
+from grpo_cli.reporting.report.completions import ReportLimits
 from grpo_cli.reporting.run_folder import RunFolder
 
 USAGE = """\
@@ -33,23 +33,23 @@ still be going on, or may have been killed.
 
 
 @dataclass
-class Settings:
+class ReportOptions:
     """The options of `grpo report`."""
 
     output: str | None = knob(None, "File to write; null: report.html in the folder of RUN.")
     completions: int = knob(
-        Limits.completions,
+        ReportLimits.completions,
         "Most completions in the report; of more, those of evenly spread steps; 0: none.",
         ge=0,
     )
 
 
-HELP = USAGE + described(Settings, dashes=True)
+HELP = USAGE + described(ReportOptions, dashes=True)
 
 
 def main(argv: list[str]) -> None:
     """Checks the command line and writes the report."""
-    given, settings = parse_with_runs(Settings, argv, "grpo report", 2)
+    given, settings = parse_with_runs(ReportOptions, argv, "grpo report", 2)
     runs = [RunFolder.open(word, name) for word, name in zip(given, ("RUN", "OTHER"), strict=False)]
     path = output_path(runs, settings.output)
     written, size = write(runs, path, settings.completions)
@@ -80,7 +80,7 @@ def write(runs: Sequence[RunFolder], path: Path, completions: int) -> tuple[Path
     Raises:
         UserError: the report cannot be written, or a file of a run cannot be read.
     """
-    limits = Limits().divided(len(runs), completions)
+    limits = ReportLimits().divided(len(runs), completions)
     compared = compare(*runs) if len(runs) == 2 else None
     data = [page.read(run, limits) for run in runs]
     try:

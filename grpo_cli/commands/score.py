@@ -50,7 +50,7 @@ reward.NAME.timeout=... and scoring.KEY=... set the functions up.
 
 
 @dataclass
-class Request:
+class ScoreOptions:
     """The words of `grpo score`; all others compose the recipe."""
 
     input: str | None = knob(
@@ -72,7 +72,7 @@ class Request:
     completion: str = knob("", "Completion to score with row=N; - reads standard input.")
 
 
-HELP = USAGE + described(Request)
+HELP = USAGE + described(ScoreOptions)
 
 
 def main(argv: list[str]) -> None:
@@ -81,11 +81,11 @@ def main(argv: list[str]) -> None:
     has_recipe = any(w.startswith("recipe=") for w in words)
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
-    own, rest = split(Request, words)
+    own, rest = split(ScoreOptions, words)
     if any(o.partition("=")[0] in SHOWING for o in options):
         compose_and_call([*rest, *options], lambda cfg: None, BARE)
         return
-    request = parse(Request, own)
+    request = parse(ScoreOptions, own)
     if (request.input is None) == (request.row is None):
         raise UserError(
             "grpo score: give completions with input=FILE, or row=N completion=TEXT for one."
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     compose_and_call([*rest, *options], task, BARE)
 
 
-def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
+def score(request: ScoreOptions, recipe: Recipe, own_recipe: bool) -> None:
     """Scores the completions of the request and prints the rewards.
 
     Args:
@@ -131,7 +131,7 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
 
 
 def _score_one(
-    request: Request, recipe: Recipe, executor: RewardExecutor, run: Mapping[str, Any]
+    request: ScoreOptions, recipe: Recipe, executor: RewardExecutor, run: Mapping[str, Any]
 ) -> None:
     assert request.row is not None
     dataset = recipe.dataset
@@ -172,7 +172,7 @@ def _score_one(
 
 
 def _score_file(
-    request: Request, recipe: Recipe, executor: RewardExecutor, run: Mapping[str, Any]
+    request: ScoreOptions, recipe: Recipe, executor: RewardExecutor, run: Mapping[str, Any]
 ) -> None:
     assert request.input is not None
     path = stored_completions.find(Path(request.input).expanduser(), "input")

@@ -29,7 +29,7 @@ sizes; their tokens are shown as <image>.
 
 
 @dataclass
-class Settings:
+class ShowOptions:
     """The options of `grpo show`."""
 
     step: int | None = knob(
@@ -46,12 +46,12 @@ class Settings:
     )
 
 
-HELP = USAGE + described(Settings, dashes=True)
+HELP = USAGE + described(ShowOptions, dashes=True)
 
 
 def main(argv: list[str]) -> None:
     """Checks the command line and prints the completions."""
-    (given,), settings = parse_with_runs(Settings, argv, "grpo show")
+    (given,), settings = parse_with_runs(ShowOptions, argv, "grpo show")
     root = Path(given).expanduser()
     if root.is_dir():
         root = root.parent.parent if root.parent.name == "checkpoints" else root

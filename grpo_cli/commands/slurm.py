@@ -36,7 +36,7 @@ LEAST_GRACE = 30  # seconds; a shorter time is not enough to end a step and save
 
 
 @dataclass
-class Settings:
+class SlurmOptions:
     """The words of `grpo slurm`; all others compose the recipe."""
 
     nodes: int = knob(1, "Number of nodes that train.", ge=1)
@@ -117,20 +117,20 @@ MAIN = (
     "nodes", "gpus_per_node", "vllm_nodes", "time", "partition", "account", "mem", "setup",
     "sbatch",
 )  # fmt: skip
-ALL = USAGE + described(Settings)
-HELP = f"{USAGE}{described(Settings, names=MAIN)}\n`grpo help slurm` lists all words.\n"
+ALL = USAGE + described(SlurmOptions)
+HELP = f"{USAGE}{described(SlurmOptions, names=MAIN)}\n`grpo help slurm` lists all words.\n"
 
 
-def split_words(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+def split_words(argv: Sequence[str]) -> tuple[SlurmOptions, list[str]]:
     """Returns (the settings of the job, the words that compose the recipe).
 
     Raises:
         UserError: a word that does not exist or is given twice, a value of another type or out of
             its range, settings that contradict one another.
     """
-    own, rest = split(Settings, argv)
-    check_recipe_words(Settings, rest)
-    settings = parse(Settings, own)
+    own, rest = split(SlurmOptions, argv)
+    check_recipe_words(SlurmOptions, rest)
+    settings = parse(SlurmOptions, own)
     for where in ("sbatch", "srun"):
         entries = {name.replace("_", "-"): v for name, v in getattr(settings, where).items()}
         setattr(settings, where, entries)
@@ -138,7 +138,7 @@ def split_words(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     return settings, rest
 
 
-def _check_together(settings: Settings) -> None:
+def _check_together(settings: SlurmOptions) -> None:
     s = settings
     if s.gpus_per_node is None:
         raise UserError("gpus_per_node: say how many GPUs a node has; 0: train on CPUs.")
@@ -181,7 +181,7 @@ class Place:
     setup: str = ""  # lines
 
 
-def words_to_compose(settings: Settings, words: Sequence[str]) -> list[str]:
+def words_to_compose(settings: SlurmOptions, words: Sequence[str]) -> list[str]:
     """Returns the recipe's words and those that the script adds, to compose and check them.
 
     Raises:
@@ -217,7 +217,7 @@ def serving_words(words: Sequence[str]) -> list[str]:
     return added
 
 
-def check(settings: Settings, recipe: Recipe) -> None:
+def check(settings: SlurmOptions, recipe: Recipe) -> None:
     """Runs the checks of `grpo train`, and checks that recipe and nodes fit together."""
     from grpo_cli.commands import serve
     from grpo_cli.training import prepare
@@ -234,7 +234,7 @@ def check(settings: Settings, recipe: Recipe) -> None:
         prepare.for_training(recipe).close()
 
 
-def script(settings: Settings, words: Sequence[str], place: Place, command: str) -> str:
+def script(settings: SlurmOptions, words: Sequence[str], place: Place, command: str) -> str:
     """Returns the batch script.
 
     Args:
@@ -328,7 +328,7 @@ def main(argv: list[str]) -> None:
     compose_and_call([*for_check, *options], task)
 
 
-def write(settings: Settings, recipe: Recipe, words: Sequence[str], command: str) -> Path:
+def write(settings: SlurmOptions, recipe: Recipe, words: Sequence[str], command: str) -> Path:
     """Writes the script, and prints where it is and how to submit it."""
     kind = "train_and_serve" if settings.vllm_nodes else "train"
     folder = Path(recipe.output_dir).expanduser()

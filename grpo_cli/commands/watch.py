@@ -28,19 +28,19 @@ file system. Ctrl-C ends it. Without a terminal it prints one block of text.
 
 
 @dataclass
-class Settings:
+class WatchOptions:
     """The options of `grpo watch`."""
 
     every: float = knob(1.0, "Seconds between two looks at the folder.", ge=0.1)
     once: bool = knob(False, "Print the view as one block of text, and end.")
 
 
-HELP = USAGE + described(Settings, dashes=True)
+HELP = USAGE + described(WatchOptions, dashes=True)
 
 
 def main(argv: list[str]) -> None:
     """Checks the command line and shows the run."""
-    (given,), settings = parse_with_runs(Settings, argv, "grpo watch")
+    (given,), settings = parse_with_runs(WatchOptions, argv, "grpo watch")
     run = Followed(RunFolder.open(given, starting=True))
     console = Console(highlight=False)
     if settings.once or not console.is_terminal or console.is_dumb_terminal:

@@ -45,7 +45,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Layer:
+class RecipeLayer:
     """A YAML file of the composition, or the defaults of a group's choice."""
 
     path: Path | None  # None for defaults
@@ -74,7 +74,7 @@ class Layer:
 class Composition:
     """The files and words that compose a recipe, in order of increasing priority."""
 
-    layers: list[Layer]
+    layers: list[RecipeLayer]
     overrides: list[Any]  # words of the command line, parsed by Hydra
 
     def origins(self, key: str) -> list[Origin]:
@@ -123,18 +123,18 @@ def composition(file: Path | None = None) -> Composition:
     return Composition([*filter(None, layers)], overrides)
 
 
-def _layer(default: Any, file: Path | None) -> Layer | None:
+def _layer(default: Any, file: Path | None) -> RecipeLayer | None:
     """Converts an entry of Hydra's defaults list to a layer; None if it sets no values."""
     name: str = default.config_path
     package = [part for part in (default.package or "").split(".") if part]
     if name.endswith("/_defaults"):
         text = OmegaConf.to_yaml(ConfigStore.instance().load(f"{name}.yaml").node)
-        return Layer(None, package, yaml.compose(text))
+        return RecipeLayer(None, package, yaml.compose(text))
     path = file if name == STORED else _file_of(name)
     if path is None:
         return None
     root = yaml.compose(read_text(path), yaml.SafeLoader)
-    return Layer(path, package, root)
+    return RecipeLayer(path, package, root)
 
 
 def _file_of(name: str) -> Path | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 _now = time.monotonic
 
 
-class State(NamedTuple):
+class Activity(NamedTuple):
     """The activity of a process, with durations up to now."""
 
     stage: str
@@ -147,10 +147,10 @@ def interrupt_call(*_: object) -> None:
         raise Interrupt
 
 
-def state() -> State:
+def state() -> Activity:
     """Returns the present state of this process."""
     now = _now()
-    return State(_stage, _step, now - _beaten, _waits > 0, now - _entered)
+    return Activity(_stage, _step, now - _beaten, _waits > 0, now - _entered)
 
 
 def seconds() -> dict[str, float]:

@@ -16,7 +16,7 @@ import psutil
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from grpo_cli.distributed import heartbeat, stall_diagnosis
-from grpo_cli.distributed.stall_diagnosis import Seen
+from grpo_cli.distributed.stall_diagnosis import PublishedState
 
 TIMEOUT = timedelta(seconds=30)  # for one response of the store
 
@@ -46,7 +46,9 @@ class JobStore:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "-")
         self._job = f"grpo/{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._messages = 0
-        self.seen: dict[int, Seen] = {}  # last state of each process, as found by `survey`
+        self.seen: dict[
+            int, PublishedState
+        ] = {}  # last state of each process, as found by `survey`
         self._store = self._connect()
         self._whos: dict[int, dict[str, Any]] = {}  # identities of the processes by rank
         who = {"pid": os.getpid(), "started": psutil.Process().create_time(), **_place()}
@@ -85,7 +87,7 @@ class JobStore:
         message = stall_diagnosis.status_message(self._messages, heartbeat.state(), done=done)
         self._store.set(f"state/{self.rank}", message)
 
-    def survey(self) -> dict[int, Seen]:
+    def survey(self) -> dict[int, PublishedState]:
         """Returns the states of all processes that have published one."""
         keys = [f"state/{rank}" for rank in range(self.size)]
         if not self._store.check(keys):  # some have not started; a `get` would wait for them
@@ -93,7 +95,7 @@ class JobStore:
         for key, raw in zip(keys, self._store.multi_get(keys), strict=True):
             rank = int(key.rpartition("/")[2])
             if rank not in self.seen or self.seen[rank].raw != raw:
-                self.seen[rank] = Seen.of(raw, time.monotonic())
+                self.seen[rank] = PublishedState.of(raw, time.monotonic())
         return dict(self.seen)
 
     def post_failure(self, failure: Failure) -> Failure:

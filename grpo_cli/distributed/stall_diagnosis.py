@@ -14,19 +14,19 @@ from grpo_cli.distributed import heartbeat
 
 
 @dataclass(frozen=True)
-class Seen:
+class PublishedState:
     """The published state of a process, and when this process first read it."""
 
     raw: bytes
     at: float
     done: bool  # whether the process has ended cleanly
-    state: heartbeat.State
+    state: heartbeat.Activity
 
     @classmethod
-    def of(cls, raw: bytes, now: float) -> Seen:
+    def of(cls, raw: bytes, now: float) -> PublishedState:
         """Parses a message of `status_message`."""
         _, done, *state = json.loads(raw)
-        return cls(raw, now, done, heartbeat.State(*state))
+        return cls(raw, now, done, heartbeat.Activity(*state))
 
     @property
     def beaten(self) -> float:
@@ -40,18 +40,18 @@ class Seen:
         return stage if step is None else f"{stage} of step {step}"
 
 
-def status_message(number: int, state: heartbeat.State, *, done: bool) -> str:
+def status_message(number: int, state: heartbeat.Activity, *, done: bool) -> str:
     """Formats one status message; the sequence number makes consecutive messages differ."""
     return json.dumps([number, done, *state])
 
 
-def silent(running: Mapping[int, Seen], now: float, seconds: float) -> list[int]:
+def silent(running: Mapping[int, PublishedState], now: float, seconds: float) -> list[int]:
     """Returns the ranks without a new message for `seconds`, whose threads are blocked."""
     return [rank for rank, seen in running.items() if now - seen.at > seconds]
 
 
 def diagnose(
-    running: Mapping[int, Seen],
+    running: Mapping[int, PublishedState],
     mute: Collection[int],
     now: float,
     stall: float,

@@ -34,7 +34,7 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed import heartbeat, stall_diagnosis
 from grpo_cli.distributed.job_store import Failure, JobStore, is_alive, is_local
 from grpo_cli.distributed.process_log import ProcessLog, within, write_error_file
-from grpo_cli.distributed.stall_diagnosis import Seen
+from grpo_cli.distributed.stall_diagnosis import PublishedState
 from grpo_cli.distributed.stop_signal import WAKE
 from grpo_cli.errors import TrainingError, UserError
 
@@ -225,10 +225,10 @@ class Supervisor:
                 if stop["rank"] != self.rank and self.is_starting():
                     self._stopped_at = time.monotonic()
 
-    def _survey(self) -> dict[int, Seen]:
+    def _survey(self) -> dict[int, PublishedState]:
         """Returns the states of all processes that have not ended cleanly."""
         if self._store is None:
-            return {self.rank: Seen(b"", time.monotonic(), False, heartbeat.state())}
+            return {self.rank: PublishedState(b"", time.monotonic(), False, heartbeat.state())}
         with self._lock:
             found = self._store.survey()
         return {rank: seen for rank, seen in found.items() if not seen.done}
@@ -321,7 +321,7 @@ class Supervisor:
                 if self.failure is None and rank in running:
                     self._report_lost(rank, "is gone (exited or killed; out of memory?)", running)
 
-    def _report_lost(self, rank: int, what: str, running: dict[int, Seen]) -> None:
+    def _report_lost(self, rank: int, what: str, running: dict[int, PublishedState]) -> None:
         text = (
             f"{self._name(rank)} {what}; it was last in {running[rank].doing}; what it left is in "
             f"{self.log.folder}/."

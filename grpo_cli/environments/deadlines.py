@@ -113,7 +113,7 @@ def seed_everything(seed: int) -> None:
 
 
 @dataclass(eq=False)
-class Run:
+class RunningCall:
     """A running call."""
 
     number: int
@@ -138,7 +138,7 @@ class Deadlines:
         self, seconds: float | None = None, mark: Mark | None = None, interrupt: bool = False
     ) -> None:
         self.seconds, self.mark, self.interrupt = seconds, mark, interrupt
-        self.run: Run | None = None  # the call that holds the thread
+        self.run: RunningCall | None = None  # the call that holds the thread
         self._busy = 0.0  # seconds in all slices
         self._sliced = 0.0  # start of the current slice
         self._owner: Streams | None = None  # session of the current random states
@@ -180,7 +180,7 @@ class Deadlines:
 
     # Called by the host of sessions
 
-    async def call(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def call(self, run: RunningCall, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a call, whose deadline starts now."""
         run.start = self._age(run)
         try:
@@ -189,11 +189,13 @@ class Deadlines:
             if run.timer is not None:
                 run.timer.cancel()
 
-    async def _drive(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def _drive(self, run: RunningCall, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await self._slices(run, coroutine)
 
     @types.coroutine
-    def _slices(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _slices(
+        self, run: RunningCall, coroutine: Coroutine[Any, Any, Any]
+    ) -> Generator[Any, Any, Any]:
         """Awaits a coroutine, and notes the begin and the end of its slices."""
         advance: Callable[[], Any] = functools.partial(coroutine.send, None)
         while True:
@@ -213,16 +215,16 @@ class Deadlines:
             else:
                 advance = functools.partial(coroutine.send, answer)
 
-    def _age(self, run: Run) -> float:
+    def _age(self, run: RunningCall) -> float:
         """Returns a call's clock, which stands still while other calls hold the thread."""
         return time.monotonic() - (self._busy - run.busy)
 
-    def _left(self, run: Run, start: float | None = None) -> float:
+    def _left(self, run: RunningCall, start: float | None = None) -> float:
         """Returns the seconds until a call's deadline."""
         assert self.seconds is not None
         return self.seconds - (self._age(run) - (run.start if start is None else start))
 
-    def _enter(self, run: Run) -> None:
+    def _enter(self, run: RunningCall) -> None:
         if self._owner is not run.streams:
             if self._owner is not None:
                 self._owner.save()
@@ -244,7 +246,7 @@ class Deadlines:
         run.busy += spent
         self._busy += spent
 
-    def _arm(self, run: Run) -> None:
+    def _arm(self, run: RunningCall) -> None:
         if self.seconds is None:
             return
         left = max(self._left(run), 0.001)
@@ -257,13 +259,13 @@ class Deadlines:
         if self.run is not None and self.seconds is not None:
             raise Overrun(overrun(self.seconds))
 
-    def _waits(self, run: Run) -> None:
+    def _waits(self, run: RunningCall) -> None:
         """Schedules the check of a suspended call's deadline."""
         if run.timer is None and self.seconds is not None:
             loop = asyncio.get_running_loop()
             run.timer = loop.call_later(max(self._left(run), 0.0), self._look, run)
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: RunningCall) -> None:
         run.timer = None
         if self._left(run) > 0:
             self._waits(run)

@@ -20,7 +20,7 @@ from grpo_cli.records import Completion, Turn, counts_by_tool
 
 if TYPE_CHECKING:
     from grpo_cli.environments.programs import ProgramSession
-    from grpo_cli.environments.sessions import Session
+    from grpo_cli.environments.sessions import EnvironmentSession
 
 # Yields the answer of an environment that it waits for, or None if it waits for sampled tokens.
 Play = Generator[Future[Observation] | None, Any, None]
@@ -61,7 +61,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
 
     play: Play = field(init=False)  # plays it, see `loop`
-    session: Session | ProgramSession | None = None
+    session: EnvironmentSession | ProgramSession | None = None
     first: Observation | None = None  # the observation from `reset`
     exchanges: list[Exchange] = field(default_factory=list)
     opened: int = 0  # number of environments opened so far

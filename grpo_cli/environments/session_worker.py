@@ -24,7 +24,7 @@ from grpo_cli.environments.deadlines import (
     Deadlines,
     Mark,
     Overrun,
-    Run,
+    RunningCall,
     Streams,
     seed_everything,
 )
@@ -38,7 +38,7 @@ from grpo_cli.scoring.processes import overrun
 CALLED = {"finish": "get_reward", "schemas": "its constructor"}
 
 
-class Request(NamedTuple):
+class SessionCall(NamedTuple):
     """A call of a session."""
 
     number: int
@@ -78,14 +78,14 @@ class Host:
     deadlines: Deadlines
     reply: Callable[[Reply], None]
     _sessions: dict[int, _Session] = field(default_factory=dict)
-    _runs: dict[int, Run] = field(default_factory=dict)  # calls under way, by session
+    _runs: dict[int, RunningCall] = field(default_factory=dict)  # calls under way, by session
     _idle: defaultdict[str, list[_Session]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.maker = Maker(self.spec, self.deadlines)
         self._closing: set[asyncio.Task[Any]] = set()
 
-    def take(self, request: Request) -> None:
+    def take(self, request: SessionCall) -> None:
         """Starts a call. Each call gets one reply, except `abandon`, which gets none."""
         if request.kind == "abandon":
             self._abandon(request.session)
@@ -96,11 +96,11 @@ class Host:
             return
         known = self._sessions.get(request.session)
         streams = known.streams if known else Streams()
-        run = Run(request.number, streams, lambda: self._late(run, request))
+        run = RunningCall(request.number, streams, lambda: self._late(run, request))
         run.task = asyncio.ensure_future(self._answer(run, request))
         self._runs[request.session] = run
 
-    def _late(self, run: Run, request: Request) -> None:
+    def _late(self, run: RunningCall, request: SessionCall) -> None:
         """Abandons a call past its deadline and replies, since it may ignore cancellation."""
         if self._runs.get(request.session) is run:
             self._abandon(request.session)
@@ -133,17 +133,17 @@ class Host:
         if is_clean and session.environment.is_reusable:
             self._idle[session.name].append(session)
             return
-        run = Run(0, session.streams, lambda: task.cancel())
+        run = RunningCall(0, session.streams, lambda: task.cancel())
         task = asyncio.ensure_future(self._close(run, session))
         self._until_done(task, lambda: None)
 
-    async def _close(self, run: Run, session: _Session) -> None:
+    async def _close(self, run: RunningCall, session: _Session) -> None:
         try:
             await self.deadlines.call(run, session.environment.close())
         except (asyncio.CancelledError, Overrun, Exception, SystemExit, KeyboardInterrupt) as error:
             print(f"grpo: an environment's close failed: {described(error)}", file=sys.stderr)
 
-    async def _answer(self, run: Run, request: Request) -> None:
+    async def _answer(self, run: RunningCall, request: SessionCall) -> None:
         failed, called = True, request.called
         try:
             result = await self.deadlines.call(run, self._call(run, request))
@@ -172,7 +172,7 @@ class Host:
                 self._release(session, is_clean=not failed)
         self.reply(Reply(request.number, result))
 
-    async def _call(self, run: Run, request: Request) -> Any:
+    async def _call(self, run: RunningCall, request: SessionCall) -> Any:
         if request.kind == "step":
             return await self._session(run, request.session).environment.step(request.payload)
         if request.kind == "finish":
@@ -197,13 +197,13 @@ class Host:
         self._sessions[request.session] = session
         return first
 
-    def _session(self, run: Run, number: int) -> _Session:
+    def _session(self, run: RunningCall, number: int) -> _Session:
         if number not in self._sessions:
             assert not self.spec.has_state, "reset comes first"
             self._sessions[number] = self._make(run, "")  # it has moved to this worker
         return self._sessions[number]
 
-    def _make(self, run: Run, name: str) -> _Session:
+    def _make(self, run: RunningCall, name: str) -> _Session:
         return _Session(name, self.maker.make(name), run.streams)
 
     async def close(self) -> None:
@@ -251,10 +251,10 @@ def main() -> None:
                 os._exit(1)
             loop.call_soon_threadsafe(take, request)
 
-    def take(request: Request | str) -> None:
+    def take(request: SessionCall | str) -> None:
         if os.getpid() != own:
             os._exit(1)
-        if isinstance(request, Request):
+        if isinstance(request, SessionCall):
             host.take(request)
         else:  # "close"
             leaving.append(loop.create_task(leave()))

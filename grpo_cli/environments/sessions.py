@@ -36,18 +36,18 @@ from grpo_cli.environments.functions import (
     shortened,
 )
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
-from grpo_cli.environments.session_worker import Reply, Request
+from grpo_cli.environments.session_worker import Reply, SessionCall
 from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError
 from grpo_cli.scoring.calls import own_cores
-from grpo_cli.scoring.processes import Worker, Workers, overrun
+from grpo_cli.scoring.processes import Worker, WorkerProcesses, overrun
 
 CHECK_SECONDS = 1.0  # interval between checks of a worker in which no call holds the thread
 CLOSE_SECONDS = 2.0  # time for workers to close their environments at the end
 MAX_MOVES = 3  # maximum moves of a call to another worker, each after the loss of a worker
 
 
-class Session:
+class EnvironmentSession:
     """The environment of one rollout. One call at a time; each future completes by a deadline.
 
     A future may raise an `EnvironmentFailure`, after which the session is over.
@@ -82,8 +82,8 @@ class Session:
 class _Call:
     """A call and its future."""
 
-    session: Session
-    request: Request
+    session: EnvironmentSession
+    request: SessionCall
     future: Future[Any] = field(default_factory=Future)
     moves: int = 0  # number of moves to another worker
 
@@ -99,12 +99,12 @@ class _Worker(Worker):
     mark: Mark = field(init=False)
     queue: list[_Call] = field(default_factory=list)  # calls to send
     calls: dict[int, _Call] = field(default_factory=dict)  # pending calls by number
-    sessions: set[Session] = field(default_factory=set)
+    sessions: set[EnvironmentSession] = field(default_factory=set)
     asked: float = 0.0  # time of the last message to it
     running: int = 0  # number of the call that held the thread when it was killed; 0: none
 
 
-class Sessions(Workers[_Worker]):
+class Sessions(WorkerProcesses[_Worker]):
     """Opens sessions in worker processes.
 
     Args:
@@ -126,7 +126,7 @@ class Sessions(Workers[_Worker]):
         self._numbers = itertools.count(1)
         super().__init__("environments", settings.workers or own_cores(), memory_gb)
 
-    def open(self, name: str, row: Mapping[str, Any], seed: int) -> Session:
+    def open(self, name: str, row: Mapping[str, Any], seed: int) -> EnvironmentSession:
         """Returns a new session, whose first call must be `reset`.
 
         Args:
@@ -134,7 +134,7 @@ class Sessions(Workers[_Worker]):
             row: the columns of the data set's row.
             seed: the environment's seed, the same for all rollouts of a group.
         """
-        return Session(self, next(self._numbers), name, row, seed)
+        return EnvironmentSession(self, next(self._numbers), name, row, seed)
 
     def schemas(self, name: str = "") -> list[dict[str, Any]]:
         """Returns the JSON schemas of an environment's tools that are known before `reset`.
@@ -166,9 +166,9 @@ class Sessions(Workers[_Worker]):
             what = self.spec.by_name.get(name, self.spec.path or self.spec.mcp or "tools")
             raise UserError(f"the environment {what} cannot be used: {failed}.") from failed
 
-    def submit(self, kind: str, session: Session, payload: Any) -> Future[Any]:
+    def submit(self, kind: str, session: EnvironmentSession, payload: Any) -> Future[Any]:
         """Queues a call; its future always completes. Thread-safe."""
-        call = _Call(session, Request(next(self._numbers), session.number, kind, payload))
+        call = _Call(session, SessionCall(next(self._numbers), session.number, kind, payload))
         self.hand_over(call)
         return call.future
 
@@ -215,7 +215,7 @@ class Sessions(Workers[_Worker]):
         worker.sessions.add(call.session)
         worker.queue.append(call)
 
-    def _abandon(self, session: Session, call: _Call) -> None:
+    def _abandon(self, session: EnvironmentSession, call: _Call) -> None:
         session.failure = session.failure or EnvironmentFailure(
             "env_error", "the session was abandoned", own=False
         )

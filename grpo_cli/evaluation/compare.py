@@ -47,7 +47,7 @@ COLUMNS = ["benchmark", "mode", "row", "correct", "columns"]
 
 
 @dataclass
-class Settings:
+class CompareOptions:
     """The words of `grpo eval compare`; all others are the two evaluations."""
 
     output: str | None = knob(None, "File to write everything to as JSON, with each flipped row.")
@@ -76,10 +76,10 @@ def main(words: Sequence[str]) -> None:
         UserError: the words are not two files and output=FILE; also as in `compare`.
     """
     if {"-h", "--help"} & {*words}:
-        print(USAGE + described(Settings), end="")
+        print(USAGE + described(CompareOptions), end="")
         return
-    own, files = split(Settings, words)
-    output = parse(Settings, own).output
+    own, files = split(CompareOptions, words)
+    output = parse(CompareOptions, own).output
     if len(files) != 2:
         raise UserError(
             "grpo eval compare: give two files, such as A/eval.json B/eval.json, or two folders; "

@@ -43,7 +43,7 @@ class Judgement:
 
 
 @dataclass
-class State:
+class WatchState:
     """The progress of a rule, which a checkpoint stores."""
 
     rule: str = ""  # its parameters; a rule with other ones starts over
@@ -67,7 +67,7 @@ class Level:
     calm: float | None = None
     steps: int = 1
 
-    def judge(self, value: float, state: State) -> Judgement:
+    def judge(self, value: float, state: WatchState) -> Judgement:
         """Compares a value with the limit."""
         limit = self.above if self.above < math.inf else self.below
         calm = limit if self.calm is None else self.calm
@@ -99,7 +99,7 @@ class Shift:
     least: int = 10
     steps: int = 3
 
-    def judge(self, value: float, state: State) -> Judgement | None:
+    def judge(self, value: float, state: WatchState) -> Judgement | None:
         """Compares a value with the limit; returns None if earlier values give no limit."""
         usual = median(state.values) if len(state.values) >= self.least else math.nan
         if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
@@ -120,7 +120,7 @@ class Watch:
     value: str | Value  # a metric, or a number that is computed from several
     text: str = ""  # sentence of an alarm, in which {value} and {usual} are filled in
 
-    def follow(self, state: State, metrics: Metrics) -> Judgement | None:
+    def follow(self, state: WatchState, metrics: Metrics) -> Judgement | None:
         """Follows one step; returns the judgement if an episode begins, else None."""
         value = metrics.get(self.value) if isinstance(self.value, str) else self.value(metrics)
         if value is None or math.isnan(value):
@@ -171,7 +171,7 @@ class Alarms:
             alarmed: `Reporter.alarmed`.
         """
         self.alarms = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
-        self.states: dict[str, State] = {}  # by the name of the alarm
+        self.states: dict[str, WatchState] = {}  # by the name of the alarm
         self.alarmed, self.raised = alarmed, list[Raised]()
 
     def on_step(self, event: Event) -> None:
@@ -193,7 +193,7 @@ class Alarms:
         for alarm in self.alarms:
             rule = repr(alarm.rule)
             if alarm.name not in self.states or self.states[alarm.name].rule != rule:
-                self.states[alarm.name] = State(rule)
+                self.states[alarm.name] = WatchState(rule)
             judged = alarm.follow(self.states[alarm.name], metrics)
             if judged is not None:
                 text = alarm.text.format(**vars(judged))
@@ -207,7 +207,7 @@ class Alarms:
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores a state that `state_dict` returned; an alarm that has gone is dropped."""
         names = {alarm.name for alarm in self.alarms}
-        self.states = {name: State(**state) for name, state in saved.items() if name in names}
+        self.states = {name: WatchState(**state) for name, state in saved.items() if name in names}
 
 
 def _of_rewards(recipe: Recipe) -> Iterator[Watch]:

@@ -6,12 +6,12 @@ Start with `api.run`, then `isolation.find_level` (the guards that work here) an
 
 from grpo_cli.sandbox.api import SandboxResult, grade, prepare, run
 from grpo_cli.sandbox.isolation import GUARDS, describe, find_level
-from grpo_cli.sandbox.process import Finished, Limits, SandboxError, sweep
+from grpo_cli.sandbox.process import Limits, ProgramResult, SandboxError, sweep
 
 __all__ = [
     "GUARDS",
-    "Finished",
     "Limits",
+    "ProgramResult",
     "SandboxError",
     "SandboxResult",
     "describe",

@@ -25,7 +25,7 @@ from typing import Any
 
 from grpo_cli.sandbox.isolation import find_level
 from grpo_cli.sandbox.judge import MODULES, TYPE_OF
-from grpo_cli.sandbox.process import Finished, Limits, Sandbox, Test
+from grpo_cli.sandbox.process import Limits, ProgramResult, Sandbox, Test
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Tests = str | Sequence[str | Mapping[str, str]]
@@ -54,7 +54,7 @@ def run(
     limits: Limits | None = None,
     guards: str = "auto",
     site_packages: bool = False,
-) -> Finished:
+) -> ProgramResult:
     """Runs a program as a script.
 
     Args:
@@ -124,7 +124,7 @@ def grade(
     return SandboxResult(passed / len(prepared), passed, len(prepared), reason or "passed", seconds)
 
 
-def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
+def _failure(test: Test | Mapping[str, str], finished: ProgramResult) -> str | None:
     if finished.status != "ok":
         return finished.reason
     if not isinstance(test, Mapping):

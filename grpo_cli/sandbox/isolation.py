@@ -20,10 +20,10 @@ from grpo_cli.sandbox.process import (
     IN_MEMORY,
     NOBODY,
     Guard,
-    Level,
     Limits,
     Sandbox,
     SandboxError,
+    SandboxLevel,
 )
 from grpo_cli.sandbox.system_calls import call_filter
 
@@ -44,7 +44,7 @@ def describe(guards: str = "auto", site_packages: bool = False) -> str:
     return line if level.has_own_pids else f"{line}; {_reach()}"
 
 
-def find_level(guards: str = "auto", site_packages: bool = False) -> Level:
+def find_level(guards: str = "auto", site_packages: bool = False) -> SandboxLevel:
     """Returns the level for `guards`, after trying it once in this process.
 
     Raises:
@@ -76,7 +76,7 @@ def _may_change_user() -> bool:
 
 
 @functools.cache
-def _namespaces(path: str, site_packages: bool) -> tuple[Level | None, str]:
+def _namespaces(path: str, site_packages: bool) -> tuple[SandboxLevel | None, str]:
     """Returns (the level or None, the reason why it does not work here)."""
     found = shutil.which("bwrap", path=path)
     if found is None:
@@ -99,13 +99,13 @@ def _namespaces(path: str, site_packages: bool) -> tuple[Level | None, str]:
 
 
 @functools.cache
-def _limits(site_packages: bool) -> Level:
+def _limits(site_packages: bool) -> SandboxLevel:
     becomes = "inside" if _may_change_user() else None
     off = [
         Guard(name, False, 'guards is "limits"')
         for name in ("own files", "no network", "own processes")
     ]
-    level = Level(
+    level = SandboxLevel(
         "limits",
         (
             *_BASIC,
@@ -153,7 +153,7 @@ _LEFT_OUT = tuple(
 
 def _bubblewrapped(
     bwrap: str, becomes: str | None, left_out: Sequence[str], site_packages: bool
-) -> Level:
+) -> SandboxLevel:
     sys_path = _site_folders() if site_packages else ()
     command = [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     # As its namespace's first process, the runner cannot be signalled from inside and inherits all
@@ -206,7 +206,7 @@ def _bubblewrapped(
             Guard("limit on the memory of all processes", False, "/proc cannot be mounted here")
         )
     visible = tuple(moved.get(path, path) for path in sys_path)
-    return Level("namespaces", tuple(guards), tuple(command), becomes, visible)
+    return SandboxLevel("namespaces", tuple(guards), tuple(command), becomes, visible)
 
 
 def _is_hidden(path: str) -> bool:
@@ -219,7 +219,7 @@ def _bind(path: str) -> list[str]:
     return [*(word for p in above for word in ("--dir", str(p))), "--ro-bind", path, path]
 
 
-def _try(level: Level) -> None:
+def _try(level: SandboxLevel) -> None:
     with Sandbox(level, Limits(), "print('here')", [""]) as sandbox:
         finished = sandbox.next_result()
     if finished.stdout != "here\n":

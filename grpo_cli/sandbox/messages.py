@@ -276,7 +276,7 @@ for _name in COMPUTE:
     setattr(Held, f"__r{_name}__", _method(_name, on_plain=True, is_reflected=True))
 
 
-class Seen:
+class CachedAnswers:
     """Caches an object's answers to len, [], in and iteration, until the test changes an object.
 
     All answers belong to one state of the object, so they are repeated. A test fails if an object
@@ -345,7 +345,7 @@ class Peer:
         self.numbers: dict[int, int] = {}  # id of an exported object -> its index in the list
         self.received: dict[tuple[str, int], Any] = {}  # by kind and the other side's number
         self.passed: list[int] = []  # the other side's own objects in the present message
-        self.seen: dict[int, Any] = {}  # a `Seen`, or the plain value of a `Held`
+        self.seen: dict[int, Any] = {}  # a `CachedAnswers`, or the plain value of a `Held`
         self.sums: set[int] = set()  # objects computed with a value that may be the expected one
         self.differences: set[int] = set()  # numbers of those objects that may only be compared
         self.broken: str | None = None  # reason why the exchange has ended
@@ -443,13 +443,13 @@ class Peer:
                 raise RuntimeError(f"the program raised {type(error).__name__}") from None
 
     def seen_of(self, target: Opaque) -> Any:
-        return self.seen.setdefault(target._number_, Seen(target))
+        return self.seen.setdefault(target._number_, CachedAnswers(target))
 
     def forget(self) -> None:
         """Clears the cached answers about the other side's objects, after checking them."""
         seen, self.seen = self.seen, {}
         try:
-            is_denied = any(type(s) is Seen and s.contradicts() for s in seen.values())
+            is_denied = any(type(s) is CachedAnswers and s.contradicts() for s in seen.values())
         except BaseException:  # such as an iteration error, which the test may expect
             is_denied = True
         if is_denied and self.is_strict:

@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ProgramResult:
     """The outcome of a run."""
 
     status: str  # "ok", "error", "killed", "timeout", "memory", "disk", "output", "skipped", "lost"
@@ -78,7 +78,7 @@ class Finished:
     test_passed: bool = False  # whether the run's test, if any, ran to its end
 
 
-LOST = Finished("lost", 0, "", "", 0.0, "")
+LOST = ProgramResult("lost", 0, "", "", 0.0, "")
 
 # Code of setup and snippet, argument of `check`, names of the tests to call, the program's names,
 # and packages that the tests import.
@@ -95,7 +95,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Level:
+class SandboxLevel:
     """A tested way to start programs on this machine."""
 
     name: str  # "namespaces" or "limits"
@@ -140,7 +140,7 @@ class Sandbox:
 
     def __init__(
         self,
-        level: Level,
+        level: SandboxLevel,
         limits: Limits,
         source: str,
         runs: list[str | Test],
@@ -265,7 +265,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def next_result(self) -> Finished:
+    def next_result(self) -> ProgramResult:
         """Returns the next run's outcome; "lost" if the program destroyed or blocked its sandbox.
 
         Raises:
@@ -285,7 +285,7 @@ class Sandbox:
         status = "timeout" if finished.status == "cpu" else finished.status
         return replace(finished, status=status, reason=_reason(finished, self.limits))
 
-    def _receive(self, seconds: float) -> Finished:
+    def _receive(self, seconds: float) -> ProgramResult:
         """Returns the next report of the runner (`runner._send`), without a reason."""
         self.results.settimeout(seconds)
         try:
@@ -295,7 +295,7 @@ class Sandbox:
         if not line.endswith(b"\n"):
             raise EOFError("its process ended without a word")
         status, returncode, took, passed, stdout, stderr = json.loads(line)
-        return Finished(status, returncode, stdout, stderr, took, "", passed)
+        return ProgramResult(status, returncode, stdout, stderr, took, "", passed)
 
     def close(self) -> str:
         """Ends the process and waits for its cleanup; returns its stderr."""
@@ -329,7 +329,7 @@ class Sandbox:
             self.folder.remove()
 
 
-def _reason(finished: Finished, limits: Limits) -> str:
+def _reason(finished: ProgramResult, limits: Limits) -> str:
     status, returncode = finished.status, finished.returncode
     if status == "error":
         lines = [line for line in finished.stderr.splitlines() if line.strip()]

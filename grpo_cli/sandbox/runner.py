@@ -44,7 +44,7 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
-class Settings:
+class RunnerSettings:
     """The settings of a sandbox, which process.py sets by name."""
 
     source: str
@@ -78,7 +78,7 @@ class CannotStartError(Exception):
 
 
 def main(values: dict[str, Any]) -> None:
-    settings = Settings(values)
+    settings = RunnerSettings(values)
     number = 0
     try:
         _prepare(settings)
@@ -104,7 +104,7 @@ def main(values: dict[str, Any]) -> None:
             _clean_up(settings, settings.on_disk)
 
 
-def _prepare(settings: Settings) -> None:
+def _prepare(settings: RunnerSettings) -> None:
     _go_first("self")
     if settings.uid is None or not settings.has_own_pids:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none is lost
@@ -154,7 +154,7 @@ def _send(
 # One run, seen from the parent
 
 
-def _working_folder(settings: Settings, number: int) -> str:
+def _working_folder(settings: RunnerSettings, number: int) -> str:
     if settings.on_disk is None:
         return settings.in_memory[0]
     folder = f"{settings.on_disk}/{number}"
@@ -165,7 +165,7 @@ def _working_folder(settings: Settings, number: int) -> str:
     return folder
 
 
-def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
+def _run(settings: RunnerSettings, number: int, seconds: float, folder: str) -> None:
     stdin = settings.runs[number]
     given = os.memfd_create("stdin")
     with open(given, "wb", closefd=False) as file:
@@ -234,7 +234,7 @@ class _Monitor:
     """Collects the output of a child until it ends or must be ended."""
 
     def __init__(
-        self, settings: Settings, child: int, folder: str, texts: dict[int, bytearray]
+        self, settings: RunnerSettings, child: int, folder: str, texts: dict[int, bytearray]
     ) -> None:
         self.settings = settings
         self.child = child
@@ -296,7 +296,7 @@ class _Monitor:
 # Limits that no rlimit covers: total memory and total file size
 
 
-def _overuse(settings: Settings, folders: list[str]) -> str:
+def _overuse(settings: RunnerSettings, folders: list[str]) -> str:
     processes = _processes(settings)
     if _memory(processes) > settings.memory:
         return "memory"
@@ -341,7 +341,7 @@ def _is_over_full(folder: str, limit: int) -> bool:
 # Processes
 
 
-def _processes(settings: Settings) -> list[int]:
+def _processes(settings: RunnerSettings) -> list[int]:
     """Returns every process of the programs."""
     if not settings.has_own_pids:
         return _descendants(os.getpid())
@@ -387,13 +387,13 @@ def _children_by_search(parent: int) -> list[int]:
     return children
 
 
-def _kill_all(settings: Settings) -> None:
+def _kill_all(settings: RunnerSettings) -> None:
     # -1: everything in the namespace but this process and the first
     for process in [-1] if settings.has_own_pids else _descendants(os.getpid()):
         _kill(process)
 
 
-def _reap(settings: Settings) -> None:
+def _reap(settings: RunnerSettings) -> None:
     """Kills and reaps until no child is left; orphans have become children."""
     end = time.monotonic() + KILL_SECONDS
     while time.monotonic() < end:
@@ -409,7 +409,7 @@ def _reap(settings: Settings) -> None:
 # Files
 
 
-def _clean_up(settings: Settings, folder: str) -> None:
+def _clean_up(settings: RunnerSettings, folder: str) -> None:
     remove(folder)
     if settings.uid is not None and settings.has_own_uid:
         for shared in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):  # writable for any user
@@ -480,7 +480,7 @@ def empty(folder: str) -> None:
 
 
 def _be_the_judge(
-    settings: Settings,
+    settings: RunnerSettings,
     number: int,
     folder: str,
     fds: tuple[int, ...],
@@ -504,7 +504,7 @@ def _be_the_judge(
 
 
 def _become(
-    settings: Settings,
+    settings: RunnerSettings,
     folder: str,
     standard: tuple[int, ...],
     problem: int,

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_cli.scoring.processes import Worker, Workers, overrun
+from grpo_cli.scoring.processes import Worker, WorkerProcesses, overrun
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Worker(Worker):
     log_history: list[dict[str, Any]] = field(default_factory=list)  # log lines that it has
 
 
-class Pool(Workers[_Worker]):
+class Pool(WorkerProcesses[_Worker]):
     """Workers that call functions by dotted path, each one call at a time.
 
     Args:

@@ -1,6 +1,6 @@
 """Starts, serves and kills worker processes.
 
-`scoring.pool` and `environments.sessions` build on `Workers`. Worker processes import this module,
+`scoring.pool` and `environments.sessions` build on `WorkerProcesses`. Worker processes import this module,
 so it imports almost nothing.
 """
 
@@ -39,18 +39,20 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process. Used only in the thread of its `Workers`."""
+    """A worker process. Used only in the thread of its `WorkerProcesses`."""
 
     process: subprocess.Popen[bytes]
     pipe: Connection
-    deadline: float  # time at which it must be ready; subclasses of `Workers` use it afterwards
+    deadline: (
+        float  # time at which it must be ready; subclasses of `WorkerProcesses` use it afterwards
+    )
     ready: bool = False
 
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
-class Workers(Generic[AnyWorker]):
+class WorkerProcesses(Generic[AnyWorker]):
     """Worker processes, which one thread starts, serves and kills.
 
     Each worker has its own socket, since pools with one queue lock break when a worker dies while

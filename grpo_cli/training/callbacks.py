@@ -70,7 +70,7 @@ PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # types that a
 
 
 @dataclass
-class Outcome:
+class HookOutcome:
     """Collects the results of one process's callbacks in one call of a hook."""
 
     metrics: dict[str, float] = field(default_factory=dict)  # by full name
@@ -96,7 +96,7 @@ class Event:
     policy: PreTrainedModel  # with distributed=fsdp2 a shard; its forward is then a collective
     tokenizer: PreTrainedTokenizerBase
     rank: int
-    _outcome: Outcome = field(repr=False)
+    _outcome: HookOutcome = field(repr=False)
 
     def log(self, name: str, value: float) -> None:
         """Logs a number as `callbacks/NAME/name`, with the metrics of the next step that ends.
@@ -171,7 +171,7 @@ class Callbacks:
         for callback in self.loaded:
             if hook not in callback.hooks:
                 continue
-            outcome = Outcome()
+            outcome = HookOutcome()
             if callback.is_own:
                 getattr(callback.target, hook)(self._event(run, callback, hook, outcome, facts))
                 self._merge(run, [outcome])
@@ -209,7 +209,7 @@ class Callbacks:
 
     def states(self, run: Run) -> list[dict[str, Any]]:
         """Returns the states of the callbacks for a checkpoint, by process."""
-        outcome, own = Outcome(), {}
+        outcome, own = HookOutcome(), {}
         for callback in self.loaded:
             if callback.has_state and callback.target is not None:
                 try:
@@ -242,7 +242,7 @@ class Callbacks:
                     ) from error
 
     def _event(
-        self, run: Run, callback: Loaded, hook: str, outcome: Outcome, facts: Mapping[str, Any]
+        self, run: Run, callback: Loaded, hook: str, outcome: HookOutcome, facts: Mapping[str, Any]
     ) -> Event:
         self._recipe = self._recipe or as_text(asdict(run.recipe))
         metrics = facts.get("metrics", {**self._newest, **self._logged})
@@ -261,7 +261,7 @@ class Callbacks:
         )
 
     def _failed(
-        self, run: Run, callback: Loaded, hook: str, error: BaseException, outcome: Outcome
+        self, run: Run, callback: Loaded, hook: str, error: BaseException, outcome: HookOutcome
     ) -> None:
         what = f"callbacks.{callback.name}: {hook} raised {type(error).__name__}"
         what += f" ({error})" if str(error) else ""
@@ -269,7 +269,7 @@ class Callbacks:
         lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         outcome.error = outcome.error or f"{what} at step {run.state.step}.\n{lines}"
 
-    def _merge(self, run: Run, every: Sequence[Outcome]) -> None:
+    def _merge(self, run: Run, every: Sequence[HookOutcome]) -> None:
         """Merges the outcomes of all processes: the main process's metrics, and the first stop."""
         for of_one in every:
             if of_one.error is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.algorithm import token_selection
-from grpo_cli.algorithm.load_balancing import Load
+from grpo_cli.algorithm.load_balancing import ExpertLoad
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.variants import knob_values, traits_of
 from grpo_cli.config.recipe import Recipe
@@ -144,7 +144,7 @@ def select_tokens(
     return tokens
 
 
-def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> Load:
+def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> ExpertLoad:
     """Counts the tokens of each expert in an optimizer batch, over all processes.
 
     The count does not depend on micro-batches or on the number of processes. It costs one forward
@@ -165,7 +165,7 @@ def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> Lo
     columns = zip(*counts, strict=True) if counts else [[]] * (experts + 1)
     sums = run.workers.sum({str(i): math.fsum(column) for i, column in enumerate(columns)})
     *assigned, tokens = sums.values()
-    return Load(assigned, tokens)
+    return ExpertLoad(assigned, tokens)
 
 
 def flat(rows: Sequence[Tensor]) -> Tensor:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from grpo_cli.algorithm.load_balancing import Load, Routing
+from grpo_cli.algorithm.load_balancing import ExpertLoad, Routing
 
 
-def load_of(routing: Routing) -> Load:
-    return Load(routing.assigned.tolist(), routing.tokens.item())
+def load_of(routing: Routing) -> ExpertLoad:
+    return ExpertLoad(routing.assigned.tolist(), routing.tokens.item())
 
 
 def test_by_hand() -> None:

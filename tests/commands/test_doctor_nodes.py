@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.commands import doctor_nodes
-from grpo_cli.commands.doctor_nodes import Facts, Settings
+from grpo_cli.commands.doctor_nodes import Facts, NodesOptions
 from grpo_cli.errors import TrainingError
 from tests.programs import PATIENCE, ROOT, free_port
 
@@ -26,11 +26,11 @@ EQUAL = {
 FACTS: Facts = {"problems": [], "free": 900.0}
 
 
-def asked(nodes: str = "a,b,c", **changed: Any) -> Settings:
-    return Settings(**{"nodes": nodes, **changed})
+def asked(nodes: str = "a,b,c", **changed: Any) -> NodesOptions:
+    return NodesOptions(**{"nodes": nodes, **changed})
 
 
-def said_of(settings: Settings, *facts: dict[str, Any]) -> list[str]:
+def said_of(settings: NodesOptions, *facts: dict[str, Any]) -> list[str]:
     """Returns the problems of nodes with other facts than EQUAL and FACTS."""
     reports = {
         rank: FACTS

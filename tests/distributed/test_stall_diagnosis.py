@@ -3,8 +3,8 @@
 import pytest
 
 from grpo_cli.distributed import stall_diagnosis
-from grpo_cli.distributed.heartbeat import State
-from grpo_cli.distributed.stall_diagnosis import Seen
+from grpo_cli.distributed.heartbeat import Activity
+from grpo_cli.distributed.stall_diagnosis import PublishedState
 
 NOW = 1000.0
 
@@ -18,10 +18,12 @@ def seen(
     step: int | None = 3,
     age: float = 0.5,
     number: int = 1,
-) -> Seen:
+) -> PublishedState:
     """What a process told `age` seconds ago."""
-    state = State(stage, step, quiet, waiting, inside)
-    return Seen.of(stall_diagnosis.status_message(number, state, done=False).encode(), NOW - age)
+    state = Activity(stage, step, quiet, waiting, inside)
+    return PublishedState.of(
+        stall_diagnosis.status_message(number, state, done=False).encode(), NOW - age
+    )
 
 
 def test_who_is_silent() -> None:
@@ -75,7 +77,7 @@ BUSY = {
     ],
 )
 def test_diagnose(
-    running: dict[int, Seen], mute: list[int], stall: float, expected: str | None
+    running: dict[int, PublishedState], mute: list[int], stall: float, expected: str | None
 ) -> None:
     found = stall_diagnosis.diagnose(running, mute, NOW, stall, str)
     if expected is None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.environments.functions import EnvironmentFailure
-from grpo_cli.environments.sessions import Session, Sessions
+from grpo_cli.environments.sessions import EnvironmentSession, Sessions
 from grpo_cli.environments.settings import EnvironmentSettings
 
 SAMPLES = "tests.environments.samples"
@@ -34,7 +34,9 @@ def start() -> Iterator[Open]:
         sessions.close()
 
 
-def begin(sessions: Sessions, row: dict[str, Any] | None = None, seed: int = 0) -> Session:
+def begin(
+    sessions: Sessions, row: dict[str, Any] | None = None, seed: int = 0
+) -> EnvironmentSession:
     session = sessions.open("", row or {}, seed)
     session.reset().result(PATIENCE)
     return session

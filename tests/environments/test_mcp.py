@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.environments.protocol import Observation
-from grpo_cli.environments.sessions import Session
+from grpo_cli.environments.sessions import EnvironmentSession
 from grpo_cli.errors import UserError
 from tests.environments.conftest import PATIENCE, Open, begin, failed
 from tests.environments.messages import calls, texts
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.programs
 SERVER = shlex.join([sys.executable, str(ROOT / "tests/environments/mcp_server.py")])
 
 
-def step(session: Session, *made: tuple[str, Any]) -> list[str]:
+def step(session: EnvironmentSession, *made: tuple[str, Any]) -> list[str]:
     return texts(session.step(calls(*made)).result(PATIENCE))
 
 

@@ -459,7 +459,7 @@ def test_seeds_of_rounds(
 def test_a_sandbox_that_fails_ends_the_run(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> sandbox.Finished:
+    def fails(*_: Any, **__: Any) -> sandbox.ProgramResult:
         raise sandbox.SandboxError("it has no temporary folder")
 
     monkeypatch.setattr(sandbox, "run", fails)

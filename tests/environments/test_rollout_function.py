@@ -7,7 +7,7 @@ import pytest
 
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.rollout_function import Conversation
-from grpo_cli.environments.sessions import Session
+from grpo_cli.environments.sessions import EnvironmentSession
 from grpo_cli.errors import UserError
 from tests.environments.conftest import PATIENCE, Open, begin, failed
 from tests.environments.messages import texts
@@ -51,7 +51,7 @@ async def raises_later(conversation: Conversation) -> None:
     raise RuntimeError("no more")
 
 
-def opened(start: Open, name: str, **args: Any) -> Session:
+def opened(start: Open, name: str, **args: Any) -> EnvironmentSession:
     return start(f"{HERE}:{name}", args=args).open("", {"item": "a rug"}, 7)
 
 

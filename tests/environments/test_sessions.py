@@ -11,7 +11,7 @@ import pytest
 
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Observation
-from grpo_cli.environments.sessions import Session, Sessions
+from grpo_cli.environments.sessions import EnvironmentSession, Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 from tests.environments.conftest import PATIENCE, SAMPLES, Open, begin, failed
@@ -73,7 +73,7 @@ def test_an_object_in_trls_manner_serves_the_next_episode_too(start: Open) -> No
 def test_global_random_numbers_are_each_sessions_own(start: Open) -> None:
     """However the sessions of a worker take turns."""
 
-    def draws(session: Session) -> str:
+    def draws(session: EnvironmentSession) -> str:
         return texts(session.step(says("")).result(PATIENCE))[0]
 
     sessions = start("Draws")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.algorithm.load_balancing import Load
+from grpo_cli.algorithm.load_balancing import ExpertLoad
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import UserError
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -52,7 +52,7 @@ def test_balancing_loss_matches_transformers(name: str) -> None:
             policy_logprobs(part, 1.0)
             routings.append(policy_logprobs.routing)
         assigned = sum(routing.assigned for routing in routings).tolist()
-        load = Load(assigned, float(sum(routing.tokens for routing in routings)))
+        load = ExpertLoad(assigned, float(sum(routing.tokens for routing in routings)))
         loss = sum(load.loss(routing) for routing in routings)
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
         mine = flat_gradient(model, loss)
@@ -73,7 +73,7 @@ def test_gradient_checkpointing_records_each_layer_once() -> None:
         policy_logprobs(rollouts, 1.0)
         routing = policy_logprobs.routing
         assert routing is not None
-        load = Load(routing.assigned.tolist(), routing.tokens.item())
+        load = ExpertLoad(routing.assigned.tolist(), routing.tokens.item())
         gradients.append(flat_gradient(model, load.loss(routing)))
     torch.testing.assert_close(*gradients)
 

@@ -1,10 +1,10 @@
-from grpo_cli.reporting.alarms import Level, Shift, State, Watch
+from grpo_cli.reporting.alarms import Level, Shift, Watch, WatchState
 from tests.tables import table
 
 
 def episodes(rule: Level | Shift, values: list[float | None]) -> list[int]:
     """The indices at which an episode begins."""
-    watch, state = Watch("x", rule, "x"), State()
+    watch, state = Watch("x", rule, "x"), WatchState()
     steps = ({} if value is None else {"x": value} for value in values)
     return [i for i, metrics in enumerate(steps) if watch.follow(state, metrics) is not None]
 

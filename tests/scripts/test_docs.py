@@ -27,7 +27,7 @@ from grpo_cli.scoring import scorer
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.settings import Reward, Scoring
 from grpo_cli.training import callbacks
-from grpo_cli.training.callbacks import Event, Outcome, plain
+from grpo_cli.training.callbacks import Event, HookOutcome, plain
 from grpo_cli.training.settings import Callback
 from tests import programs
 from tests.programs import ROOT
@@ -143,7 +143,7 @@ def test_example_callback_runs(write: Write, tmp_path: Path) -> None:
     write("callbacks.md", "my_callbacks.py")
     config = Callback("my_callbacks:Unsolved", {"file": "unsolved.jsonl"})
     callback = callbacks.load({"unsolved": config})[0].target
-    scored, absent, outcome = group(), cast(Any, None), Outcome()
+    scored, absent, outcome = group(), cast(Any, None), HookOutcome()
     for step, reward in enumerate((0.5, 1.0, 1.0, 1.0), start=1):
         scored.rollouts[0].reward, scored.rollouts[1].reward = reward, 0.0
         event = Event(

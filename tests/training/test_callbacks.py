@@ -16,7 +16,7 @@ from grpo_cli.config import parsing
 from grpo_cli.distributed.workers import exit_process
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.training import loop
-from grpo_cli.training.callbacks import Event, Outcome
+from grpo_cli.training.callbacks import Event, HookOutcome
 from tests import programs
 from tests.tables import table
 from tests.training.test_train import built, metrics, trained, weights
@@ -100,7 +100,7 @@ def event(hook: str = "on_step") -> Event:
     absent: Any = None
     return Event(
         name="mine", hook=hook, step=1, steps=2, recipe={}, folder=Path(), metrics={},
-        policy=absent, tokenizer=absent, rank=0, _outcome=Outcome(),
+        policy=absent, tokenizer=absent, rank=0, _outcome=HookOutcome(),
     )  # fmt: skip
 
 

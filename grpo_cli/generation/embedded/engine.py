@@ -53,7 +53,7 @@ PREFILL = 8192  # prompt tokens computed at once
 REFILL = 0.5  # share of the rows that must be free before the next prompts begin
 
 
-class Step:
+class DecodingStep:
     """Computes the attention of the new tokens of several batches."""
 
     def __init__(self, batches: Sequence[DecodeBatch]) -> None:
@@ -257,7 +257,7 @@ class Engine:
         positions = [p for batch in batches for p in batch.positions()]
         ids = torch.cat([batch.tokens for batch in batches])
         at = torch.tensor([positions], device=ids.device)
-        logits = self._logits(ids[None], at, Step(batches), direct)
+        logits = self._logits(ids[None], at, DecodingStep(batches), direct)
         active, start = sum(map(len, batches)), 0
         for state, group in groupby(batches, key=lambda batch: batch.state):
             together = list(group)
@@ -286,7 +286,7 @@ class Engine:
         self,
         ids: Tensor,
         positions: Tensor,
-        attending: Prefill | Step,
+        attending: Prefill | DecodingStep,
         direct: DirectForward | None,
         kept: Tensor | None = None,
         images: Mapping[str, Tensor] = MappingProxyType({}),

@@ -88,7 +88,7 @@ class StaticRow:
         return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
 
 
-class Bucket:
+class StaticShape:
     """Describes the shapes of the smallest bucket for some rows."""
 
     def __init__(self, rows: Sequence[StaticRow], like: Tensor) -> None:
@@ -120,9 +120,9 @@ class StaticBatch:
     """Holds the buffers of a bucket, and decodes the rows in it."""
 
     def __init__(
-        self, direct: DirectForward, bucket: Bucket, caches: Sequence[CacheOf], like: Tensor
+        self, direct: DirectForward, bucket: StaticShape, caches: Sequence[CacheOf], like: Tensor
     ) -> None:
-        """caches: return the caches of the bucket's rows. like: keys, as in `Bucket`."""
+        """caches: return the caches of the bucket's rows. like: keys, as in `StaticShape`."""
         rows = bucket.rows
         self.direct, self.shared = direct, bucket.shared
         self.keys: Tensor
@@ -182,7 +182,7 @@ class StaticBatch:
         padding = [0] * (self.size - len(values))
         return torch.tensor([*values, *padding], device=self.keys.device)
 
-    def _copy(self, bucket: Bucket, caches: Sequence[CacheOf]) -> None:
+    def _copy(self, bucket: StaticShape, caches: Sequence[CacheOf]) -> None:
         """Copies the caches of rows, and of shared prompts."""
         first: dict[tuple[int, int], CacheOf] = {}
         for row, cache_of in zip(bucket.rows, caches, strict=True):
@@ -325,7 +325,7 @@ class StaticDecoding:
             self.release()
             rows, caches = zip(*rows_of(batches), strict=True)
             keys = batches[0].keys
-            bucket = Bucket(rows, keys)
+            bucket = StaticShape(rows, keys)
             begins = not any(isinstance(batch, StaticBatch) for batch in batches)
             if begins and bucket.bytes > SHARE * free_memory(keys.device):
                 return None

@@ -22,7 +22,7 @@ from grpo_cli.generation.vllm import images, server_key
 from grpo_cli.generation.vllm.checks import START_SECONDS
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
-from grpo_cli.generation.vllm.weight_check import Scored
+from grpo_cli.generation.vllm.weight_check import ComparedPrompt
 from grpo_cli.records import Completion, Prompt
 
 QUICK = 20.0  # timeout in seconds of a call that computes nothing
@@ -238,14 +238,14 @@ class Server:
             group.append(completion(choice["token_ids"], logprobs, choice["finish_reason"], oldest))
         return group
 
-    def score(self, rows: Sequence[Scored]) -> list[list[float]]:
+    def score(self, rows: Sequence[ComparedPrompt]) -> list[list[float]]:
         """Returns the server's log-probabilities of each row's scored tokens."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         params |= {"repetition_penalty": 1.0, "prompt_logprobs": 0, "detokenize": False, "n": 1}
         params["output_kind"] = 2
         how: dict[str, Any] = {"sampling_params": params, **self._model()}
 
-        def score_one(row: Scored) -> list[float]:
+        def score_one(row: ComparedPrompt) -> list[float]:
             body = {**images.over_http(row.prompt), **how}
             found = self.call("/inference/v1/generate", body, UPDATE_SECONDS)
             images.check_ids(row.prompt, found.get("prompt_token_ids"))

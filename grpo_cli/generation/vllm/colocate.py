@@ -33,7 +33,7 @@ from grpo_cli.generation.vllm.requests import (
     prompt_logprobs,
     repeated,
 )
-from grpo_cli.generation.vllm.weight_check import Scored, WeightCheck
+from grpo_cli.generation.vllm.weight_check import ComparedPrompt, WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Completion, Prompt
@@ -242,7 +242,7 @@ class ColocatedGenerator(VllmGenerator):
         # The maximum over processes, since all have to reload together.
         return {"vLLM": self.workers.max(difference)}
 
-    def _score(self, rows: Sequence[Scored]) -> list[list[float]]:
+    def _score(self, rows: Sequence[ComparedPrompt]) -> list[list[float]]:
         """Returns the engine's log-probabilities of each row's scored tokens."""
         score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         with self.apart():

@@ -37,7 +37,7 @@ SOON = 0.1  # seconds between checks for a server with room
 SOCKETS = 256  # requests in flight per process and server; many systems allow 1,024 open files
 
 
-class Load:
+class ServerLoad:
     """Counts the requests in flight on each server, over all batches of this process."""
 
     def __init__(self, most_rows: int) -> None:
@@ -104,7 +104,7 @@ class ServerGenerator(VllmGenerator):
             UserError: a server is not up in time, serves another model, or has too small a limit.
         """
         super().__init__(setup, weight_check)
-        self.in_flight = Load(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
+        self.in_flight = ServerLoad(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
         self.servers = [Server(url.rstrip("/")) for url in self.config.servers]
         self.architecture = setup.model.config.get_text_config().to_dict()
         with self.workers.raise_together():

@@ -33,7 +33,7 @@ LARGEST_AT_START_16_BIT = 0.5
 
 
 @dataclass(frozen=True)
-class Scored:
+class ComparedPrompt:
     """A prompt whose last `num_tokens` tokens are compared."""
 
     prompt: Prompt
@@ -44,7 +44,7 @@ class Scored:
 class WeightCheck:
     """Compares engines with the trainer on fixed tokens, and holds the measured tolerances."""
 
-    rows: list[Scored]
+    rows: list[ComparedPrompt]
     trainer_logprobs: Callable[[], list[list[float]]]  # for each row's scored tokens
     dtype: str  # the engine's compute dtype
     measured: dict[str, float] = field(default_factory=dict)  # first difference of each engine
@@ -144,7 +144,7 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
     return WeightCheck(rows, trainer_logprobs, dtype_of(setup.recipe))
 
 
-def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Scored]:
+def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[ComparedPrompt]:
     """Returns the tokens to check: the ends of the first prompts, since beginnings may be equal.
 
     Prompts with images come first, since only they test the weights of the vision tower.
@@ -157,7 +157,7 @@ def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Sc
     ends = (_end(prompt, of_images) for prompt in itertools.chain(with_images, texts))
     rows = list(itertools.islice(filter(None, ends), PROMPTS))
     first = next((i for i in prompts[0].ids if i not in of_images), 0)
-    return rows or [Scored(Prompt.from_ids([first, first]), 1)]
+    return rows or [ComparedPrompt(Prompt.from_ids([first, first]), 1)]
 
 
 def _is_readable(prompt: Prompt) -> bool:
@@ -170,12 +170,12 @@ def _is_readable(prompt: Prompt) -> bool:
     return True
 
 
-def _end(prompt: Prompt, of_images: Collection[int]) -> Scored | None:
+def _end(prompt: Prompt, of_images: Collection[int]) -> ComparedPrompt | None:
     """Returns the last tokens of a prompt, after its images; None if there are none."""
     num_tokens = next(
         (n for n, i in enumerate(reversed(prompt.ids)) if i in of_images), len(prompt.ids)
     )
     if prompt.images:
-        return Scored(prompt, min(num_tokens, TOKENS)) if num_tokens else None
+        return ComparedPrompt(prompt, min(num_tokens, TOKENS)) if num_tokens else None
     ids = prompt.ids[-min(num_tokens, TOKENS) :]
-    return Scored(Prompt.from_ids(ids), len(ids) - 1) if len(ids) > 1 else None
+    return ComparedPrompt(Prompt.from_ids(ids), len(ids) - 1) if len(ids) > 1 else None

@@ -39,7 +39,7 @@ SHARED = ("characters", "tokens", "image_bytes")  # limits that the runs of a re
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReportLimits:
     """The most that a report holds; more would make it slow to open and to send."""
 
     completions: int = 20_000
@@ -48,7 +48,7 @@ class Limits:
     tokens: int = 3_000_000  # tokens that are stored with colours
     image_bytes: int = 1_500_000
 
-    def divided(self, runs: int, completions: int) -> Limits:
+    def divided(self, runs: int, completions: int) -> ReportLimits:
         """Returns the limits of each of several runs in a report of `completions` in all."""
         shares = {name: getattr(self, name) // runs for name in SHARED}
         return replace(self, completions=completions // runs, **shares)
@@ -63,7 +63,7 @@ class Completions:
     images: dict[str, Any] = field(default_factory=dict)
 
 
-def read(run: RunFolder, limits: Limits) -> Completions:
+def read(run: RunFolder, limits: ReportLimits) -> Completions:
     """Reads the completions of a run, at most `limits`.
 
     Raises:
@@ -172,7 +172,7 @@ def shortened(text: str, longest: int) -> tuple[str, int]:
 
 
 def columns_of(
-    rows: Sequence[Mapping[str, Any]], right: str | None, limits: Limits
+    rows: Sequence[Mapping[str, Any]], right: str | None, limits: ReportLimits
 ) -> tuple[dict[str, Any], list[bool]]:
     """Returns the columns of completions, and for each whether it is uncut and shows no secret.
 
@@ -228,7 +228,7 @@ def _short(value: Any) -> Any:
     return shortened(value, LEAST_CHARACTERS)[0] if isinstance(value, str) else value
 
 
-def episodes(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, dict[str, str]]:
+def episodes(rows: Sequence[Mapping[str, Any]], limits: ReportLimits) -> dict[str, dict[str, str]]:
     """Returns the stored cells (JSON) of episodes, by the index of the completion.
 
     Messages over the limits of length are left out; the page then shows the completion's text.

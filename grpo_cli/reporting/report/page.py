@@ -27,7 +27,7 @@ from grpo_cli import __version__
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.interpolation import masker
 from grpo_cli.reporting.report import completions, curves, facts
-from grpo_cli.reporting.report.completions import Completions, Limits
+from grpo_cli.reporting.report.completions import Completions, ReportLimits
 from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.reporting.status import write_text
 
@@ -70,7 +70,7 @@ class Report:
             self.say(f"report: {paths.shown(path)}")
 
 
-def read(run: RunFolder, limits: Limits | None = None) -> RunData:
+def read(run: RunFolder, limits: ReportLimits | None = None) -> RunData:
     """Reads the report's data from the folder of a run, finished or not.
 
     Raises:
@@ -83,7 +83,7 @@ def read(run: RunFolder, limits: Limits | None = None) -> RunData:
         "alarms": run.alarms(),
         "plan": run.plan(),
     }
-    return RunData(head, completions.read(run, limits or Limits()))
+    return RunData(head, completions.read(run, limits or ReportLimits()))
 
 
 def write(runs: Sequence[RunData], path: Path, compared: dict[str, Any] | None = None) -> int:

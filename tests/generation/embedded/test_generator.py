@@ -11,7 +11,7 @@ from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded import decode_batch
-from grpo_cli.generation.embedded.engine import Step
+from grpo_cli.generation.embedded.engine import DecodingStep
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import loading
@@ -142,7 +142,7 @@ def noted(model: PreTrainedModel) -> list[int]:
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         attending = kwargs.get("attending")
         if attending is not None:
-            sizes.append(kwargs["input_ids"].numel() if isinstance(attending, Step) else 0)
+            sizes.append(kwargs["input_ids"].numel() if isinstance(attending, DecodingStep) else 0)
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     return sizes
@@ -180,7 +180,11 @@ def test_oom_halves_max_rows(model: PreTrainedModel, capsys: pytest.CaptureFixtu
 
     def allocate(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         attending = kwargs.get("attending")
-        if isinstance(attending, Step) and attending.longest > 8 and sum(attending.sizes) > 4:
+        if (
+            isinstance(attending, DecodingStep)
+            and attending.longest > 8
+            and sum(attending.sizes) > 4
+        ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
     model.register_forward_pre_hook(allocate, with_kwargs=True)

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_cli.reporting.report.completions import (
     Completions,
-    Limits,
+    ReportLimits,
     read,
     shortened,
     token_arrays,
@@ -18,7 +18,7 @@ from tests.report_runs import completion, write_run
 
 
 def read_run(folder: Path, **limits: int) -> Completions:
-    return read(RunFolder.open(folder), Limits(**limits))
+    return read(RunFolder.open(folder), ReportLimits(**limits))
 
 
 def test_the_columns_of_a_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from grpo_cli.reporting.report import page
-from grpo_cli.reporting.report.completions import Limits
+from grpo_cli.reporting.report.completions import ReportLimits
 from grpo_cli.reporting.reporter import write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.report_runs import HOSTILE, completion, write_run
@@ -24,7 +24,7 @@ def block(html: str, name: str) -> Any:
 
 
 def made(folder: Path) -> str:
-    return page.html([page.read(RunFolder.open(folder), Limits())])
+    return page.html([page.read(RunFolder.open(folder), ReportLimits())])
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
