@@ -1,6 +1,6 @@
 """Starts, serves and kills worker processes.
 
-`scoring.pool` and `environments.sessions` build on `WorkerProcesses`. Worker processes import this module,
+`scoring.pool` and `environments.sessions` build on `WorkerProcesses`. Workers import this module,
 so it imports almost nothing.
 """
 
@@ -44,7 +44,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection
     deadline: (
-        float  # time at which it must be ready; subclasses of `WorkerProcesses` use it afterwards
+        float  # time at which it must be ready; subclasses use it afterwards
     )
     ready: bool = False
 
