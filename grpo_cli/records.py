@@ -166,7 +166,7 @@ class Rollout:
     old_logprobs: Tensor | None = None  # [C] under the trained policy as it was at sampling
     ref_logprobs: Tensor | None = None  # [C] under the reference policy
     # Set with its optimizer batch:
-    weight: float = 0.0  # factor of each token's loss (`normalization.py`)
+    weight: float = 0.0  # factor of each token's loss (`batch.py`)
     high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
     cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 

@@ -1,6 +1,6 @@
 """Computes the loss of a micro-batch, with policy term, KL and entropy bonus, and its metrics.
 
-The terms are pure functions (`losses.py`, `kl.py`, `corrections.py`); `grpo_loss` combines them for
+The terms are pure functions (`losses.py`, `corrections.py`); `grpo_loss` combines them for
 every policy loss.
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from grpo_cli.algorithm import corrections, losses
 from grpo_cli.algorithm.batch import Batch
-from grpo_cli.algorithm.kl import ESTIMATORS, k3
 from grpo_cli.algorithm.load_balancing import Load, Routing
-from grpo_cli.algorithm.losses import loss_function, rows_that_train
+from grpo_cli.algorithm.losses import ESTIMATORS, k3, loss_function, rows_that_train
 from grpo_cli.algorithm.metric_sums import (
     MaskedSum,
     MetricSums,

@@ -27,6 +27,12 @@ class Lock:
             UserError: another run holds it, or the folder cannot be created.
         """
         path = folder / NAME
+        for file in (folder / name for name in (NAME, *paths.RUN_FILES)):
+            if os.path.lexists(file) and not file.is_file():  # a folder, a pipe, a broken link
+                raise UserError(
+                    f"output_dir = {paths.shown(folder)}: its {file.name} is no plain file; remove "
+                    "it, or choose another output_dir."
+                )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.file: IO[str] | None = path.open("a+", encoding="utf-8")
@@ -107,7 +113,6 @@ def note_torchruns(folder: Path, names: Iterable[str | None]) -> None:
         names: `torchrun()` of each process.
     """
     lines = sorted({name for name in names if name is not None})
-    (folder / JOB).unlink(missing_ok=True)  # it may be a link or a pipe
     (folder / JOB).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

@@ -430,10 +430,11 @@ def split_recipe(
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: there is no such folder.")
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name).expanduser().resolve()
+        path = Path(name).expanduser()
         if not path.is_file():
             beside = [p.name for p in path.parent.glob("*.yaml")]
             raise UserError(f"recipe = {name}: there is no such file.{nearest(path.name, beside)}")
+        path = path.resolve()
         return path.parent, path.stem, rest
     own = sorted(p.stem for p in folder.glob("*.yaml")) if folder is not None else []
     known = [*own, *(p.stem for p in recipe_files())]

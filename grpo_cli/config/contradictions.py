@@ -53,6 +53,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 
 def _of_sections(recipe: Recipe) -> Iterator[str]:
     """Yields the messages of the sections and entries that check themselves."""
+    yield from recipe.problems()
     for key, f in KNOBS.items():
         if f.metadata["kind"] and hasattr(section := value_at(recipe, key), "problems"):
             yield from section.problems()
@@ -197,8 +198,6 @@ def _of_episodes(recipe: Recipe) -> Iterator[str]:
 def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_length(recipe, given)
     yield from _of_mixture(recipe)
-    if not recipe.output_dir:
-        yield "output_dir: is empty; name a folder."
     if recipe.reward and not any(r.weight for r in recipe.reward.values()):
         yield "reward: every weight is 0, so there is nothing to learn from."
     if recipe.eval.accuracy is not None and recipe.eval.accuracy not in recipe.reward:

@@ -345,7 +345,10 @@ def omegaconf_message(error: BaseException, within: str = "") -> str | None:
             return no_such_key(within + key)
         if isinstance(e, ValidationError) and key:
             return _wrong_type(within + key, first_line(e))
-    return within + first_line(error) if isinstance(error, OmegaConfBaseException) else None
+    if not isinstance(error, OmegaConfBaseException):
+        return None
+    place = f"{error.full_key}: " if error.full_key else ""
+    return f"{within}{place}{first_line(error)}"
 
 
 def _wrong_type(key: str, reason: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.checkpoints.settings import Checkpoint
-from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, section
+from grpo_cli.config.knob import knob, section
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -20,65 +20,13 @@ from grpo_cli.generation.settings import Generation
 from grpo_cli.models.settings import Adapter, Model, Optimizer
 from grpo_cli.reporting.settings import Hub, Log, Tracking
 from grpo_cli.scoring.settings import Scoring, own_first
-from grpo_cli.training.settings import Stop, Update
+from grpo_cli.training.settings import RunSettings, Stop, Update
 
 
 @dataclass
-class Recipe:
+class Recipe(RunSettings):
     """One run."""
 
-    recipe: str = knob("", "Name of the recipe; set by the command line.")
-    description: str = knob("", "One-line description, shown by `grpo recipes`.")
-    output_dir: str = knob(
-        "outputs/${recipe}", "Folder that the run writes to.", of_start=True, rescoring=True
-    )
-    overwrite: bool = knob(
-        False, "Discard an earlier run in output_dir.", of_start=True, rescoring=True
-    )
-    resume: str | None = knob(
-        None,
-        "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any.",
-        training=True,
-        of_start=True,
-    )
-    resume_changed: bool = knob(
-        False,
-        "Resume although data or tokenizer have other contents than the checkpoint was trained "
-        "with.",
-        read_if=("resume",),
-        training=True,
-        of_start=True,
-    )
-    seed: int = at_least_0(0, "Seed of all random numbers.", lt=2**32, decides="completions")
-    steps: int = at_least_1(
-        100,
-        "Number of training steps; each samples one batch of completions and trains on it.",
-        training=True,
-        without_effect=True,
-    )
-    epochs: float | None = above_0(
-        None,
-        "Length of the run in passes over the training prompts, which replaces `steps`; null: "
-        "`steps` decides.",
-        training=True,
-        without_effect=True,
-    )
-    prompts_per_step: int = at_least_1(
-        32, "Prompts in one step, over all processes.", training=True
-    )
-    device: str = knob(
-        "auto",
-        "Device to run on; auto: CUDA, else MPS, else CPU.",
-        choices=("auto", "cpu", "cuda", "mps"),
-        without_effect=True,
-    )
-    mixed_precision: str = knob(
-        "no",
-        "Data type of the forward and backward arithmetic; no: that of the weights. fp16 scales "
-        "the loss, so that small gradients do not become 0, and skips an optimizer step whose "
-        "gradients overflow.",
-        choices=("no", "bf16", "fp16"),
-    )
     model: Model = section(Model)
     adapter: Adapter = section(Adapter, training=True)
     dataset: Dataset = section(Dataset, rows="own")

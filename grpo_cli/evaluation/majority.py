@@ -129,8 +129,8 @@ def read(text: str, **reading: Any) -> str | None:
     """Returns the final answer of a text; called in a worker process."""
     from grpo_cli.rewards.math import final_answer
 
-    answer: str | None = final_answer(text, **reading)
-    return answer
+    found: str | None = final_answer(text, **reading)
+    return found
 
 
 def _start(

@@ -110,23 +110,13 @@ class Shift:
         limit = max(usual * self.factor, usual + self.added)
         return Judgement(value, value > limit, value < (usual + limit) / 2, usual)
 
-    def remember(self, state: State, value: float) -> None:
-        """Adds a value to the window."""
-        if not self.first:
-            state.values = [*state.values, value][-self.window :]
-        elif len(state.values) < self.window:
-            state.values.append(value)
-
-
-Rule = Level | Shift
-
 
 @dataclass(frozen=True)
 class Watch:
     """A rule for one number of a step."""
 
     name: str
-    rule: Rule
+    rule: Level | Shift
     value: str | Value  # a metric, or a number that is computed from several
     text: str = ""  # sentence of an alarm, in which {value} and {usual} are filled in
 
@@ -137,8 +127,11 @@ class Watch:
             return None
         judged = self.rule.judge(value, state)
         is_beyond = judged is not None and judged.is_beyond
-        if isinstance(self.rule, Shift) and math.isfinite(value) and not is_beyond:
-            self.rule.remember(state, value)
+        if isinstance(rule := self.rule, Shift) and math.isfinite(value) and not is_beyond:
+            if not rule.first:
+                state.values = [*state.values, value][-rule.window :]
+            elif len(state.values) < rule.window:
+                state.values.append(value)
         if judged is None:
             return None
         state.beyond = state.beyond + 1 if judged.is_beyond else 0

@@ -38,15 +38,14 @@ from grpo_cli.data.stored_completions import (
 )
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError, counted
-from grpo_cli.files import read_text
+from grpo_cli.errors import TrainingError, UserError, counted
+from grpo_cli.files import json_object, read_text
 from grpo_cli.records import Group
 from grpo_cli.reporting.alarms import Raised
-from grpo_cli.reporting.memory_meter import MemoryMeter
-from grpo_cli.reporting.metric_names import measure_of, times
-from grpo_cli.reporting.progress import Bar, clock
+from grpo_cli.reporting.progress import Bar, clock, measure_of, times
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
 from grpo_cli.reporting.settings import Log
+from grpo_cli.reporting.stage_clock import MemoryMeter
 from grpo_cli.reporting.status import Status, replaced, write_text
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
@@ -148,8 +147,8 @@ class Reporter:
         for path in (self.metrics.path, self.raised.path):
             kept = []
             for line in read_text(path).splitlines() if path.exists() else ():
-                with contextlib.suppress(ValueError):  # a line torn by a crash
-                    found = json.loads(line)
+                with contextlib.suppress(UserError):  # a line torn by a crash
+                    found = json_object(line, METRICS, "step")
                     if found["step"] <= step and found.get("kind") != "stop":
                         kept.append(f"{line}\n")
             if path.exists():

@@ -87,7 +87,10 @@ class BoundReward:
 
     def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
         """Calls the function in this process and waits for the result."""
-        with no_exit():
+        import torch  # late: slow
+
+        # The grad mode is restored: a function may leave another.
+        with no_exit(), torch.set_grad_enabled(torch.is_grad_enabled()):
             return answer(self.function, self.arguments(samples, state))
 
 

@@ -62,7 +62,10 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
         decoded = {name: opened(value) for name, value in arguments.items()}
         with no_second_run():
             values, error = function(**decoded), None
-    except (Exception, SystemExit, GeneratorExit) as raised:  # user functions may raise anything
+    except BaseException as raised:  # user functions may raise anything
+        is_signal = type(raised).__module__.startswith("grpo_cli.distributed")
+        if is_signal or isinstance(raised, KeyboardInterrupt):
+            raise
         values, error = None, blame(raised)
     return CallResult(values, metrics, extras, time.perf_counter() - start, error)
 

@@ -184,7 +184,8 @@ def record_command(folder: Path, recipe: Recipe, command: list[str]) -> None:
     write_text(folder / "recipe.yaml", saved_recipe.as_yaml(recipe))
     provenance.note_run(folder)
     with (folder / "command.txt").open("a", encoding="utf-8") as file:
-        file.write(shlex.join(command) + "\n")  # a resumed run has several
+        # A line for each start of the run: a line break in a word is a blank.
+        file.write(" ".join(shlex.join(command).splitlines()) + "\n")
 
 
 def start(run: Run, resume_from: Path | None, command: list[str]) -> None:

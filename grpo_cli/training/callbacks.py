@@ -2,7 +2,8 @@
 
 `callbacks.NAME.path=my_module:MyCallback` names a class with one or more of these methods:
 
-    on_start(event)                before the first step of a run, also of a resumed one
+    on_start(event)                before the first step, also of a resumed run, and after an
+                                   evaluation that precedes it
     on_rollouts(event)             when a step's completions are scored, before its first update
     on_step(event)                 after each step, before its metrics are written
     on_log(event)                  when the metrics of a step are written

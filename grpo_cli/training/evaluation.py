@@ -6,7 +6,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.evaluation.summary import as_metrics
-from grpo_cli.reporting.metric_names import measure_of
+from grpo_cli.reporting.progress import measure_of
 from grpo_cli.reporting.reporter import readable
 from grpo_cli.training.callbacks import Event
 from grpo_cli.training.run import Run

@@ -22,7 +22,7 @@ from grpo_cli.config import saved_recipe, sources
 from grpo_cli.config.knob import flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.files import read_text, read_yaml
+from grpo_cli.files import LONGEST, read_text, read_yaml
 from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
@@ -190,12 +190,12 @@ def keeping(run: Run) -> dict[str, Any]:
 
 def card_of(run: Run) -> str:
     """Returns the model card of a checkpoint that is written now."""
-    state, began = run.state, ""
-    with suppress(UserError):  # the file may be missing
-        began = read_text(run.folder / "command.txt").partition("\n")[0]
+    state, command = run.state, list[str]()
+    with suppress(UserError, ValueError):  # it may be missing or changed
+        command = shlex.split(read_text(run.folder / "command.txt", LONGEST).partition("\n")[0])
     return model_card(
         run.recipe,
-        shlex.split(began),
+        command,
         state.step,
         state.before,
         state.after,

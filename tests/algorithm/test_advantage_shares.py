@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.advantage_shares import advantage_shares
-from grpo_cli.algorithm.advantages import group_relative, opo, pass_at_k, rloo
+from grpo_cli.algorithm.advantages import advantage_shares, group_relative, opo, pass_at_k, rloo
 from tests.tables import table
 
 NAN = math.nan

@@ -459,11 +459,11 @@ def test_a_share_counts_a_prompt_once_and_each_of_its_completions() -> None:
     assert shares == [[1], [0, 2]]  # 10 + 4 · 1 = 14, 1 + 4 · 4 = 17 and 1 + 4 · 2 = 9
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"question": ' + "[" * 100_000])
-def test_json_without_end_is_one_sentence(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("start", ["", '{"question": '])
+def test_json_without_end_is_one_sentence(tmp_path: Path, start: str) -> None:
     path = tmp_path / "deep.jsonl"
-    path.write_text(text)
-    assert message(config(path)).endswith("deep.jsonl: cannot be read: it is nested too deeply")
+    path.write_text(start + "[" * 100_000)
+    assert message(config(path)).endswith("deep.jsonl: cannot be read: it is nested too deeply.")
 
 
 def held_out(jsonl: Path, **settings: Any) -> tuple[list[str], list[str]]:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from grpo_cli.reporting.memory_meter import CLEAR, CPU_STEPS, MemoryMeter
-from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.reporting.stage_clock import CLEAR, CPU_STEPS, Clock, MemoryMeter
 
 CPU = torch.device("cpu")
 KNOWN = 2**27

@@ -40,12 +40,3 @@ def test_a_run_of_another_machine_is_not_known_to_run(folder: Path) -> None:
 def test_what_is_no_run_is_said(tmp_path: Path, given: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         RunFolder.open(tmp_path / given)
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "recipe.yaml"])
-@pytest.mark.parametrize("content", [b"\xff\n", b"[1]\n"])
-def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
-    (folder / name).write_bytes(content)
-    run = RunFolder(folder)
-    with pytest.raises(UserError, match=name):
-        _ = run.metrics(), run.summary(), run.recipe

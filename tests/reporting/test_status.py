@@ -43,7 +43,7 @@ def test_what_the_main_thread_does(
     assert (found["node"], found["pid"]) == (heartbeat.node(), os.getpid())
     assert found["memory"]["rss"] > 1e6  # type: ignore[index]
     writer.add(steps=40)
-    writer.before = lambda: {"accuracy": 0.25}
+    writer.add(before={"accuracy": 0.25})
     heartbeat.at("generate", 7)
     written(tmp_path, state="training", stage="generate", step=7, steps=40)
     with heartbeat.inside("evaluate"):

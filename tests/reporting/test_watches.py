@@ -1,8 +1,8 @@
-from grpo_cli.reporting.alarms import Level, Rule, Shift, State, Watch
+from grpo_cli.reporting.alarms import Level, Shift, State, Watch
 from tests.tables import table
 
 
-def episodes(rule: Rule, values: list[float | None]) -> list[int]:
+def episodes(rule: Level | Shift, values: list[float | None]) -> list[int]:
     """The indices at which an episode begins."""
     watch, state = Watch("x", rule, "x"), State()
     steps = ({} if value is None else {"x": value} for value in values)
@@ -44,5 +44,5 @@ NAN = float("nan")
         (Shift(factor=2, least=3, steps=1), [float("inf"), 1, 1, 1, 3], [4]),
     ],
 )
-def test_episodes(rule: Rule, values: list[float | None], expected: list[int]) -> None:
+def test_episodes(rule: Level | Shift, values: list[float | None], expected: list[int]) -> None:
     assert episodes(rule, values) == expected

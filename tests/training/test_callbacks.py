@@ -44,7 +44,7 @@ class Recorder:
         if event.hook != "on_end":
             event.log(f"{event.hook}/events", self.events)
 
-    on_step = on_evaluate = on_checkpoint = on_end = _keep
+    on_start = on_rollouts = on_step = on_log = on_evaluate = on_checkpoint = on_end = _keep
 
     def state_dict(self) -> dict[str, Any]:
         return {"events": self.events, "weights": torch.ones(2)}
@@ -107,12 +107,17 @@ def event(hook: str = "on_step") -> Event:
 @pytest.mark.runs
 def test_hooks_are_called_in_order_and_change_nothing(tmp_path: Path) -> None:
     plain_run = trained(tmp_path, output_dir=str(tmp_path / "plain"), eval__every=2)
-    live = trained(tmp_path, eval__every=2, callbacks={"mine": of(Recorder)})
+    live = trained(
+        tmp_path, eval__every=2, log__completions_every=1, callbacks={"mine": of(Recorder)}
+    )
     assert torch.equal(weights(live), weights(plain_run))
     called = [(e.hook, e.step) for e in SEEN if e.hook != "on_checkpoint"]
-    steps = [[("on_step", n)] for n in (1, 2, 3, 4)]
-    steps[1:2], steps[4:5] = [[("on_evaluate", 2)], steps[1]], [[("on_evaluate", 4)], steps[3]]
-    assert called == [("on_evaluate", 0), *(hook for one in steps for hook in one), ("on_end", 4)]
+    begin, end = [("on_evaluate", 0), ("on_start", 0)], [("on_end", 4)]
+    steps: list[tuple[str, int]] = []
+    for n in (1, 2, 3, 4):
+        evaluated = [("on_evaluate", n)] if n % 2 == 0 else []
+        steps += [("on_rollouts", n - 1), *evaluated, ("on_step", n), ("on_log", n)]
+    assert called == begin + steps + end
     checkpoints = [e for e in SEEN if e.hook == "on_checkpoint"]
     assert [e.step for e in checkpoints] == [2, 4]
     for e in checkpoints:
@@ -123,7 +128,10 @@ def test_hooks_are_called_in_order_and_change_nothing(tmp_path: Path) -> None:
     lines = metrics(live)
     assert first.metrics["reward"] == lines[0]["reward"]
     assert lines[0]["callbacks/mine/on_evaluate/events"] == 1
-    assert lines[0]["callbacks/mine/on_step/events"] == 2
+    assert lines[0]["callbacks/mine/on_step/events"] == 4
+    logged = next(e for e in SEEN if e.hook == "on_log")
+    assert logged.metrics["callbacks/mine/on_step/events"] == 4
+    assert len(logged.completions) == 6 * 4
     assert not any(key.startswith("callbacks/mine/on_evaluate") for key in lines[2])
     assert SEEN[-1].summary == json.loads((live.folder / "summary.json").read_text())
     with pytest.raises(TypeError):
@@ -159,7 +167,7 @@ def test_a_resumed_callback_has_its_state(tmp_path: Path) -> None:
     SEEN.clear()
     resumed = trained(tmp_path, eval__every=2, resume="auto", callbacks={"mine": of(Recorder)})
     line = metrics(resumed)[2]
-    assert line["callbacks/mine/on_step/events"] == len(before) + 1
+    assert line["callbacks/mine/on_step/events"] == len(before) + 3
     straight = trained(
         tmp_path, output_dir=str(tmp_path / "straight"), eval__every=2,
         callbacks={"mine": of(Recorder)},
@@ -196,7 +204,7 @@ def test_processes_agree(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     ended = "ends at 2, callbacks.shared: 12 rollouts here; rank 0.0"
-    assert lines == [f"rank 0: 4 events, {ended}", f"rank 1: 0 events, {ended}"]
+    assert lines == [f"rank 0: 9 events, {ended}", f"rank 1: 0 events, {ended}"]
 
 
 @table(

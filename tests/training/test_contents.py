@@ -28,7 +28,8 @@ from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.models.settings import Model
 from grpo_cli.training import contents
 from grpo_cli.training.contents import Contents
-from grpo_cli.training.prepare import Prepared, TrainRows
+from grpo_cli.training.prepare import Prepared
+from grpo_cli.training.scorers import TrainRows
 
 
 def write_rows(path: Path, *answers: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.reporting.live.following import Followed
-from grpo_cli.reporting.metric_names import measure_of
+from grpo_cli.reporting.progress import measure_of
 
 RECENT = 20  # steps from which the time of the next ones is estimated
 FRESH_SECONDS = 5.0  # a live process writes its status within it, even on a busy disk

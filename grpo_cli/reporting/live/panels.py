@@ -16,7 +16,7 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
 from grpo_cli.reporting.live.following import Followed
-from grpo_cli.reporting.metric_names import times
+from grpo_cli.reporting.progress import times
 from grpo_cli.reporting.trajectories import body, head
 
 STATE_STYLES = {

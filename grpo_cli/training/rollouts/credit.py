@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_cli.algorithm import normalization
-from grpo_cli.algorithm.advantage_shares import advantage_shares
 from grpo_cli.algorithm.advantages import (
+    advantage_shares,
     all_equal,
     process_advantages,
     rule_function,
     turn_advantages,
 )
-from grpo_cli.algorithm.kl import ESTIMATORS
-from grpo_cli.algorithm.losses import loss_function
+from grpo_cli.algorithm.batch import token_weight
+from grpo_cli.algorithm.losses import ESTIMATORS, loss_function
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, traits_of
 from grpo_cli.config.recipe import Recipe
@@ -226,7 +225,7 @@ def set_token_weights(recipe: Recipe, groups: Sequence[Group], workers: Workers)
     for g in groups:
         for r in g.rollouts:
             if r.loss_tokens:
-                r.weight = normalization.token_weight(
+                r.weight = token_weight(
                     recipe.loss.normalize,
                     r.loss_tokens,
                     lengths[g.prompt_index],
