@@ -110,6 +110,6 @@ class _NoAliases(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
                 problem="aliases (*name) are not read; write ${key}, or the value again",
-                problem_mark=self.peek_event().start_mark,  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+                problem_mark=self.peek_event().start_mark,  # type: ignore[no-untyped-call]
             )
         return super().compose_node(parent, index)
