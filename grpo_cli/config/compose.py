@@ -126,6 +126,10 @@ def compose_and_call(
     names_itself, shown = bool(tree.get("recipe")), name
     chosen = {word.lstrip("+").partition("=")[0] for word in overrides} & {*groups()}
     unnamed = chosen - {"benchmark", *_choices_of(trees)}
+    choices = _choices_of(trees) | dict(w.lstrip("+").split("=", 1) for w in overrides if "=" in w)
+    for group in {*choices} & {*groups()}:
+        if folder is not None:  # a damaged file is refused before Hydra reads it
+            _read(folder / group / f"{choices[group]}.yaml")
     if only_this_file or (names_itself and is_stored(tree)):
         # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):

@@ -31,6 +31,7 @@ CASES = (
     ("report run --output=r.html", "run/completions/step-10.parquet"),
     ("show run/completions/step-10.parquet", "run/completions/step-10.parquet"),
     ("explain my.yaml steps", "my.yaml"),
+    ("explain my.yaml loss=own steps", "loss/own.yaml"),
     ("score reward=exact_match input=c.jsonl", "c.jsonl"),
     ("score reward=exact_match input=c.csv", "c.csv"),
     ("eval compare run run", "run/eval.json"),
@@ -44,6 +45,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "run")
     (folder / "run" / "eval.json").write_text('{"benchmarks": {}}')
     (folder / "my.yaml").write_text("defaults: [arithmetic_tiny, _self_]\n")
+    (folder / "loss").mkdir()
+    (folder / "loss" / "own.yaml").write_text("policy: clipped\n")
     (folder / "c.jsonl").write_text('{"completion": "4", "answer": "4"}\n')
     (folder / "c.csv").write_text("completion,answer\n4,4\n")
     return folder
