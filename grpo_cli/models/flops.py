@@ -17,11 +17,9 @@ If the formula does not describe a model, the result is NaN or None, not a wrong
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -210,45 +208,9 @@ def listed_peak(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
     return None
 
 
-@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns a device's peak FLOP/s for matrix products of a dtype.
-
-    It comes from the data sheet if the device is listed. Otherwise (CPU, MPS, other GPUs) it is
-    measured, once per process.
-    """
-    if device.type == "cuda" and torch.version.hip is None:
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        listed = listed_peak(torch.cuda.get_device_name(device), dtype, tf32)
-        if listed is not None:
-            return listed
-    return measured_peak(device, dtype)
-
-
-@torch.no_grad()
-def measured_peak(
-    device: torch.device,
-    dtype: torch.dtype,
-    timer: Callable[[], float] = time.perf_counter,
-    budget: float = 0.25,
-) -> float:
-    """Measures the best FLOP/s of a few square matrix products in about `budget` seconds."""
-    synchronize = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type)
-
-    def seconds(matrix: torch.Tensor) -> float:
-        start = timer()
-        matrix @ matrix
-        if synchronize is not None:
-            synchronize()
-        return timer() - start
-
-    best, size, largest = 0.0, 128, 1024 if device.type == "cpu" else 4096
-    matrix = torch.ones(size, size, device=device, dtype=dtype)  # leaves random states unchanged
-    seconds(matrix)  # the first product loads libraries
-    while True:
-        spent = [seconds(matrix) for _ in range(4)]
-        best, budget = max(best, 2.0 * size**3 / min(spent)), budget - sum(spent)
-        size *= 2
-        if size > largest or 2.0 * size**3 / best > budget:
-            return best
-        matrix = torch.ones(size, size, device=device, dtype=dtype)
+    """Returns the peak FLOP/s of a GPU's data sheet for products of a dtype; NaN without one."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return math.nan
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return listed_peak(torch.cuda.get_device_name(device), dtype, tf32) or math.nan

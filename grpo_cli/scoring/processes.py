@@ -43,9 +43,7 @@ class Worker:
 
     process: subprocess.Popen[bytes]
     pipe: Connection
-    deadline: (
-        float  # time at which it must be ready; subclasses use it afterwards
-    )
+    deadline: float  # time at which it must be ready; subclasses use it afterwards
     ready: bool = False
 
 

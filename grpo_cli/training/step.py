@@ -202,9 +202,7 @@ def make_clock(run: Run) -> Clock:
     """Returns the clock of a new step."""
     stages = possible_stages(run.recipe, run.policy.reference is not None, run.workers.size)
     dtype = run.workers.half_type or run.policy.model.dtype
-    # A CPU's peak can only be measured, and other programs would distort it.
-    on_cpu = run.workers.device.type == "cpu"
-    peak = math.nan if on_cpu else peak_flops(run.workers.device, dtype)
+    peak = peak_flops(run.workers.device, dtype)
     meter = run.reporter.meter and run.reporter.meter.of_next_step(run.policy.resident_bytes)
     return Clock(run.workers.device, stages, peak, meter=meter)
 
