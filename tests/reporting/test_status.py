@@ -11,7 +11,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.reporting import status
-from grpo_cli.reporting.run_folder import STATUS, read_json
+from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.reporting.status import Status
 
 
@@ -25,7 +25,7 @@ def writer(tmp_path: Path) -> Iterator[Status]:
 def written(folder: Path, **expected: object) -> dict[str, object]:
     """Returns the file once it says what is expected; fails if it never does."""
     for _ in range(500):
-        found = read_json(folder / STATUS)
+        found = RunFolder(folder).status()
         if found is not None and expected.items() <= found.items():
             return found
         time.sleep(0.01)
@@ -69,6 +69,6 @@ def test_the_first_end_counts(
     writer.start()
     writer.end_with(error)
     writer.end("ended")
-    found = read_json(tmp_path / STATUS)
+    found = RunFolder(tmp_path).status()
     assert found is not None
     assert (found["state"], found["message"]) == (state, message)
