@@ -37,6 +37,7 @@ from grpo_cli.training.rollouts.stored_groups import (
 )
 from grpo_cli.training.run import Run, State, StepProgress
 
+FORMAT = 2  # version of what `state_of` returns; a checkpoint with another one is not resumed
 MODEL_FOLDER_UP_TO = 8 * 10**9  # bytes of weights up to which a checkpoint is a model folder
 BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint
 
@@ -108,6 +109,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
     own = None if progress is None else workers.gather(progress.own(fingerprint))
     state.seconds, state.since = state.total_seconds, time.monotonic()
     return {
+        "format": FORMAT,
         "run": asdict(replace(state, log_history=None))
         | {
             "position": queue.position - sampled_again,
@@ -351,6 +353,11 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
         UserError: the checkpoint is of another model.
     """
     saved = _load(run, path)
+    if saved.get("format") != FORMAT:
+        raise UserError(
+            f"{paths.shown(path)}: its state is of another version of grpo; a new run starts from "
+            f"its weights with model.path={paths.shown(path)}."
+        )
     workers, stored = run.workers, saved["run"]
     # The history is empty if no reward read it at the checkpoint.
     history = None if run.state.log_history is None else json.loads(saved["log_history"])

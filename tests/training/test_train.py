@@ -21,13 +21,13 @@ from grpo_cli.commands import train
 from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.stop_signal import Interrupted
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Group
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
-from grpo_cli.training import build, loop, prepare, run
+from grpo_cli.training import build, loop, prepare, resume, run
 from grpo_cli.training.evaluation import Evaluation
 from grpo_cli.training.logprob_passes import fill_ref_logprobs
 from grpo_cli.training.rollouts import collect as collecting
@@ -576,3 +576,13 @@ def test_scoring_overlaps_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     live.close()
     assert len(seen) == len(collected.groups) > 1
     assert all(r.reward == 1.0 for g in collected.groups for r in g.rollouts)
+
+
+@pytest.mark.runs
+def test_a_state_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, steps=1)
+    monkeypatch.setattr(resume, "FORMAT", 0)
+    with pytest.raises(UserError, match=r"of another version of grpo; .* model\.path="):
+        trained(tmp_path, steps=2, resume="auto")
