@@ -176,18 +176,6 @@ def test_the_hubs_columns_get_the_names_that_are_read(
     assert set(found.breakdown) <= row.keys()
 
 
-def test_a_hub_data_set_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no way\nthere")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match=r"benchmark\.mine\.data = me/mine: .* no way$"):
-        benchmarks.load("mine", Benchmark(data="me/mine"))
-
-
-# Columns.
-
-
 def test_a_shipped_renaming_gives_way_and_the_users_own_does_not(
     tmp_path: Path, shipped: Callable[..., Benchmark]
 ) -> None:

@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ sys.path.append(str(ROOT / "scripts" / "gpu"))
 
 import check
 import pack
-from check import Setting
 
 IMAGE = pack.read_image((ROOT / "scripts/gpu/image.txt").read_text("utf-8"))
 
@@ -49,48 +46,6 @@ def test_table_has_a_column_for_each_figure_and_a_line_for_each_error(tmp_path: 
         "| a | ok | 12,346 | 0.512 |\n| b | failed |  |  |\n\n- b: OutOfMemoryError: no\n\n"
         "| tests | status | passed |\n| --- | --- | --- |\n| c | ok | 1,234 |\n"
     )
-
-
-def test_a_stage_goes_on_after_a_case_that_fails_or_dies(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails() -> check.Figures:
-        raise ValueError("no\nreason")
-
-    def dies() -> check.Figures:
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    class Process:
-        """Runs the cases of another process in this one."""
-
-        pid, returncode = 2**22 + 1, 0  # no such process
-
-        def __init__(self, command: list[str], **_: Any) -> None:
-            self.skip = int(command[5].removeprefix("--skip="))
-
-        def wait(self, seconds: float = 0) -> int:
-            if seconds:
-                try:
-                    check.run_cases("tests", setting, self.skip)
-                except RuntimeError:
-                    self.returncode = -6
-                finally:
-                    (tmp_path / "log").write_text(capsys.readouterr().out)
-            return self.returncode
-
-    cases = {"right": lambda: {"passed": 2}, "fails": fails, "dies": dies, "right again": dict}
-    monkeypatch.setitem(sys.modules, "training", SimpleNamespace(cases=lambda *_: cases))
-    monkeypatch.setattr(subprocess, "Popen", Process)
-    setting = Setting(False, tmp_path, tmp_path)
-    (tmp_path / "results.jsonl").write_text("")
-    rows = check.run_stage("tests", setting)
-    assert [(r["case"], r["status"]) for r in rows] == [
-        ("right", "ok"), ("fails", "failed"), ("dies", "died"), ("right again", "ok")
-    ]  # fmt: skip
-    assert rows[0]["figures"] == {"passed": 2}
-    assert rows[1]["error"] == "ValueError: no"
-    assert "ended with -6" in rows[2]["error"]
-    assert check.read(tmp_path) == rows
 
 
 @pytest.mark.slow
