@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from statistics import fmean
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -41,8 +40,6 @@ from grpo_cli.scoring.scorer import Scorer, metrics_of
 STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
 COMPARED = 32  # completions whose log-probabilities the trainer recomputes
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
-EXAMPLES = 3  # completions shown in a verdict
-SHOWN = 200  # longest text shown, in characters
 FILE = "probe.json"
 
 
@@ -215,7 +212,6 @@ def measure(
     sizes = {n for n in SIZES if n <= samples} | {min(recipe.generation.num_generations, samples)}
     lengths = sorted(c.sampled_tokens for c in completions)
     failed = [c for c in completions if c.environment_failed]
-    step = max(1, len(groups) // EXAMPLES)
     stops = Counter(c.stop_reason for c in completions if c.stop_reason)
     return Measured(
         prompts=len(groups),
@@ -238,7 +234,6 @@ def measure(
         | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
         rewards=rewards,
         mismatch=mismatch,
-        examples=[example(g.rollouts[0]) for g in groups[::step][:EXAMPLES]],
     )
 
 
@@ -261,15 +256,3 @@ def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
     if "parts" in parameters(rule_function(recipe.advantage))[0]:
         return tuple(rollout.reward_parts.items()), steps
     return rollout.outcome_reward, steps
-
-
-def example(rollout: Rollout) -> dict[str, Any]:
-    """Returns a rollout as it is shown in a verdict."""
-    asked, text = rollout.prompt.text, rollout.text
-    asked = asked if isinstance(asked, str) else str(asked[-1]["content"])
-    return {
-        "row": rollout.prompt.row,
-        "prompt": asked if len(asked) <= SHOWN else "…" + asked[-SHOWN + 1 :],
-        "completion": text if len(text) <= SHOWN else text[: SHOWN - 1] + "…",
-        "rewards": dict(rollout.reward_parts),
-    }

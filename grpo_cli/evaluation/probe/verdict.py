@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
@@ -75,7 +74,6 @@ class Measured:
     lengths: dict[str, float]
     rewards: dict[str, RewardStats]
     mismatch: Mismatch | None
-    examples: list[dict[str, Any]]  # completions with row, prompt and rewards
 
     @property
     def own_size(self) -> int:
@@ -261,8 +259,3 @@ def lines(title: str, m: Measured, verdict: Verdict) -> Iterator[str]:
         text = finding.message if number or finding.kind != "stops" else ""
         if text or change:
             yield f"- {masked(f'{text} {change}'.strip())}"
-    for example in () if verdict.can_learn else m.examples:
-        values = example["rewards"].items()
-        shown = (f"{name} {'none' if v is None else f'{v:.3g}'}" for name, v in values)
-        yield masked(f"  row {example['row']}: prompt {example['prompt']!r}")
-        yield masked(f"    completion {example['completion']!r} -> {', '.join(shown)}")

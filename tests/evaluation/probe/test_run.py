@@ -68,7 +68,6 @@ def test_by_hand() -> None:
     right, form = m.rewards["right"], m.rewards["form"]
     assert (right.mean, right.constant, right.timeouts, right.seconds) == (3 / 8, None, 2, 0.5)
     assert form.constant == 1.0
-    assert m.examples[0]["rewards"] == {"right": 1.0, "form": 1.0}
 
 
 def test_a_completion_without_a_value() -> None:

@@ -39,7 +39,6 @@ HEALTHY = Measured(
     failed_environments=0.0,
     environment_error=None, lengths={"p50": 4.0},
     rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100),
-    examples=[],
 )  # fmt: skip
 
 
