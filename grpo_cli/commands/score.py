@@ -27,7 +27,7 @@ from grpo_cli.config.words import described, parse, split
 from grpo_cli.data import images, stored_completions
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
-from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
@@ -36,7 +36,6 @@ from grpo_cli.training.scorers import MADE_UP
 
 CHUNK = 256  # completions between two updates of the progress bar
 CHUNKS_AHEAD = 4
-TRUE, FALSE = ("true", "yes", "1", "1.0", "correct"), ("false", "no", "0", "0.0", "incorrect")
 # Options of Hydra that print something and run nothing.
 SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
 USAGE = """\
@@ -59,10 +58,6 @@ class ScoreOptions:
         "column `completion` and the columns that the rewards read.",
     )
     columns: dict[str, str] = knob({}, "Rename a column of the input: columns.NEW=OLD.")
-    label: str | None = knob(
-        None, "Column of true and false in the input, to compare the rewards with."
-    )
-    threshold: float = knob(0.5, "Least reward that counts as right; read with label=COLUMN.")
     output: str | None = knob(
         None,
         "File to write the scores to, replaced if it exists; null: outputs/score/INPUT.jsonl.",
@@ -177,13 +172,6 @@ def _score_file(
     assert request.input is not None
     path = stored_completions.find(Path(request.input).expanduser(), "input")
     samples = stored_completions.load(path, request.columns, "input")
-    labels = None
-    if request.label is not None:
-        labels = labels_of(samples, request.label, path)
-        samples = [
-            replace(s, columns={k: v for k, v in s.columns.items() if k != request.label})
-            for s in samples
-        ]
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), executor, run, "columns")
     check_ids(scorer, samples, path)
     scorer.check_images([sample.columns for sample in samples], "input")
@@ -201,16 +189,13 @@ def _score_file(
         with output.open("w", encoding="utf-8") as file:
             for scored in score_samples(scorer, samples):
                 for one in scored:
-                    label = None if labels is None else labels[len(found)]
-                    line = line_of(one, label, request.threshold)
-                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                    line = json.dumps(line_of(one), ensure_ascii=False, default=str)
+                    file.write(line + "\n")
                     found.append(one)
                 bar.update(len(found), "completions")
     finally:
         bar.close()
     summary = summarize(scorer, found)
-    if labels is not None:
-        summary["label"] = agreement(found, labels, request.threshold)
     summary_path = output.with_suffix(".summary.json")
     summary_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print_summary(console, summary, str(path))
@@ -265,30 +250,6 @@ def _collected(scorer: Scorer, session: ScoringSession, samples: Sequence[Sample
     return out
 
 
-def labels_of(samples: Sequence[Sample], label: str, path: Path) -> list[bool]:
-    """Returns the values of the label column.
-
-    Raises:
-        UserError: there is no such column, or a value is neither true nor false.
-    """
-    columns = samples[0].columns
-    if label not in columns:
-        raise UserError(
-            f"label = {label}: {path} has no such column; it has {listed(columns)}."
-            f"{nearest(label, columns)}"
-        )
-    labels = []
-    for sample in samples:
-        value = str(sample.columns[label]).strip().lower()
-        if value not in TRUE + FALSE:
-            raise UserError(
-                f"label = {label}: row {sample.row} has {sample.columns[label]!r}; it must be "
-                "true or false (or 1 or 0)."
-            )
-        labels.append(value in TRUE)
-    return labels
-
-
 def check_ids(scorer: Scorer, samples: Sequence[Sample], path: Path) -> None:
     """Raises a UserError if a function needs the sampled tokens and the file has none."""
     if all(sample.ids is not None for sample in samples):
@@ -306,7 +267,7 @@ def needs_ids(term: BoundReward) -> bool:
     return "completion_ids" in term.signature.needed_standard or term.traits.positions == "tokens"
 
 
-def line_of(scored: Scored, label: bool | None, threshold: float) -> dict[str, Any]:
+def line_of(scored: Scored) -> dict[str, Any]:
     """Returns the line of the output for one completion."""
     verdicts = scored.verdicts
     line: dict[str, Any] = {
@@ -319,14 +280,7 @@ def line_of(scored: Scored, label: bool | None, threshold: float) -> dict[str, A
         line["errors"] = errors
     if extras := {name: v.extras for name, v in verdicts.items() if v.extras}:
         line["extras"] = extras
-    if label is not None:
-        line |= {"label": label, "agrees": says(scored, threshold) is label}
     return line
-
-
-def says(scored: Scored, threshold: float) -> bool | None:
-    """Returns whether a completion counts as right; None if no function applies to it."""
-    return None if scored.reward is None else scored.reward >= threshold
 
 
 def summarize(scorer: Scorer, scored: Sequence[Scored]) -> dict[str, Any]:
@@ -359,26 +313,8 @@ def _moments(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": math.fsum(values) / len(values), "std": std}
 
 
-def agreement(scored: Sequence[Scored], labels: Sequence[bool], threshold: float) -> dict[str, Any]:
-    """Counts how often reward and label agree; a completion without reward never agrees."""
-    counts = collections.Counter(
-        (says(one, threshold), label) for one, label in zip(scored, labels, strict=True)
-    )
-    agreed = counts[True, True] + counts[False, False]
-    return {
-        "agreement": agreed / len(labels),
-        "agreed": agreed,
-        "labelled_true": sum(labels),
-        "labelled_false": len(labels) - sum(labels),
-        "false_positives": counts[True, False],
-        "false_negatives": counts[False, True],
-        "no_reward": counts[None, True] + counts[None, False],
-        "threshold": threshold,
-    }
-
-
 def print_summary(console: Console, summary: Mapping[str, Any], source: str) -> None:
-    """Prints the summary as a table, with a line `agreement: ...` if there are labels."""
+    """Prints the summary as a table."""
     heads = ("mean", "std", "none", "errors", "timeouts", "p50", "p99")
     table = Table("reward", *heads, title=f"{source}: {summary['completions']:,} completions")
     for name, one in summary["rewards"].items():
@@ -389,15 +325,6 @@ def print_summary(console: Console, summary: Mapping[str, Any], source: str) -> 
         own = summary["reward"]
         table.add_row("sum", _shown(own["mean"]), _shown(own["std"]), str(own["none"]))
     console.print(table)
-    if (labels := summary.get("label")) is not None:
-        without = f", {labels['no_reward']} without a reward" if labels["no_reward"] else ""
-        console.print(
-            f"agreement: {labels['agreement']:.4f} ({labels['agreed']:,} of "
-            f"{summary['completions']:,}; {labels['false_positives']} false positives of "
-            f"{labels['labelled_false']:,}, {labels['false_negatives']} false negatives of "
-            f"{labels['labelled_true']:,}{without})",
-            soft_wrap=True,
-        )
 
 
 def raise_if_failed(scorer: Scorer, scored: Sequence[Scored]) -> None:

@@ -1,4 +1,4 @@
-"""`grpo score`: files in, a reward a line and a summary out, and what labels say of a reward."""
+"""`grpo score`: files in, a reward a line and a summary out."""
 
 import json
 import shutil
@@ -40,32 +40,8 @@ def test_every_kind_of_file_gives_a_reward_a_line(grpo: Grpo, name: str, tmp_pat
     assert [line["reward"] for line in found] == [1.0, 0.0, 1.0, 0.0, 1.0]
     assert [line["row"] for line in found] == [0, 1, 2, 3, 4]
     assert "5 completions" in out
-    assert "agreement" not in out
     summary = json.loads((tmp_path / "outputs/score/c.summary.json").read_text())
     assert summary["rewards"]["exact_match"]["mean"] == pytest.approx(0.6)
-
-
-def test_labels_give_the_agreement(grpo: Grpo, tmp_path: Path) -> None:
-    write(tmp_path / "c.csv", *ROWS)
-    words = ["reward=exact_match", "input=c.csv", "columns.completion=text", "label=right"]
-    code, out, _ = grpo("score", *words, "output=scores.jsonl")
-    assert code == 0
-    line = next(line for line in out.splitlines() if line.startswith("agreement"))
-    assert line == ("agreement: 0.6000 (3 of 5; 1 false positives of 2, 1 false negatives of 3)")
-    found = lines_of(tmp_path / "scores.jsonl")
-    assert [line["agrees"] for line in found] == [True, True, True, False, False]
-    assert [line["label"] for line in found] == [True, False, True, True, False]
-    summary = json.loads((tmp_path / "scores.summary.json").read_text())
-    assert summary["label"]["agreement"] == 0.6
-
-
-def test_the_label_is_not_shown_to_the_reward(grpo: Grpo, tmp_path: Path) -> None:
-    write(tmp_path / "c.jsonl", *ROWS)
-    words = ["input=c.jsonl", "columns.completion=text", "columns.answer=right", "label=answer"]
-    code, _, err = grpo("score", "reward=exact_match", *words)
-    assert code == 2
-    assert "lacks the column 'answer'" in err
-    assert "Set columns.answer=COLUMN" in err
 
 
 def sometimes(completions: list[str]) -> list[float]:
