@@ -39,7 +39,7 @@ from grpo_cli.data.stored_completions import (
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, counted
-from grpo_cli.files import json_object, read_text
+from grpo_cli.files import json_object, read_text, reason
 from grpo_cli.records import Group
 from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.progress import Bar, clock, measure_of, times
@@ -226,11 +226,6 @@ def needed(path: Path) -> Iterator[None]:
         raise TrainingError(
             f"the run is done, but {shown_path(path)} cannot be written: {reason(error)}"
         ) from error
-
-
-def reason(error: OSError) -> str:
-    """Returns the reason why a file cannot be written, in a few words."""
-    return error.strerror or str(error)
 
 
 def rows_of_all(

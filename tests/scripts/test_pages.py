@@ -113,7 +113,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(run / "checkpoints/step-1", run / "checkpoints/step-100")
     shutil.copytree(run, folder / "outputs" / "run")
     shutil.copytree(run / "checkpoints/step-1", folder / "outputs/run/checkpoints/step-200")
-    for name in ("outputs/demo", "outputs/close", "outputs/a", "outputs/b", "sums"):
+    for name in ("outputs/demo", "outputs/short", "outputs/close", "outputs/a", "outputs/b", "sums"):
         shutil.copytree(run, folder / name)
     (folder / "bin").mkdir()
     (folder / "bin" / "sbatch").write_text("#!/bin/sh\necho 7\n")
@@ -160,6 +160,7 @@ def test_every_other_command_on_a_page_runs(
     """Until it ends, or until it asks the hub, starts a server, samples or meets other nodes."""
     enter(workplace, monkeypatch)
     monkeypatch.setenv("PATH", f"{workplace}/bin", prepend=":")
+    monkeypatch.setenv("GRPO_DEBUG", "1")  # `Reached` is no internal error
 
     def stop(*_: Any, **__: Any) -> NoReturn:
         raise Reached
