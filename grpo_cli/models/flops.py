@@ -169,11 +169,7 @@ GPUS = (
     (r"H[18]00", 989, 67),
     (r"H20", 148, 44),
     (r"A[18]00", 312, 19.5),
-    (r"A40", 149.7, 37.4),
-    (r"A30", 165, 10.3),
     (r"A10G", 70, 35),
-    (r"A10", 125, 31.2),
-    (r"RTX A6000", 154.8, 38.7),
     (r"RTX 6000 Ada", 364, 91.1),
     (r"L40S", 362, 91.6),
     (r"L40", 181, 90.5),
@@ -181,12 +177,8 @@ GPUS = (
     (r"RTX 5090", 209.5, 104.8),
     (r"RTX 4090", 165.2, 82.6),
     (r"RTX 3090", 71, 35.6),
-    (r"V100.PCIE", 112, 14),
-    (r"V100", 125, 15.7),
-    (r"T4", 65, 8.1),
 )
 OTHER_CHIPS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D)\b")  # slices and variants, not in the table
-WITHOUT_BF16 = re.compile(r"\b(V100|T4)\b")  # they lack TF32 too
 
 
 def listed_peak(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
@@ -200,12 +192,9 @@ def listed_peak(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
     if found is None or OTHER_CHIPS.search(name):
         return None
     _, half, single = found
-    old = WITHOUT_BF16.search(name) is not None
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and not old):
+    if dtype in (torch.float16, torch.bfloat16):
         return half * 1e12
-    if dtype == torch.float32:
-        return (half / 2 if tf32 and not old else single) * 1e12
-    return None
+    return (half / 2 if tf32 else single) * 1e12 if dtype == torch.float32 else None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
