@@ -113,8 +113,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(run / "checkpoints/step-1", run / "checkpoints/step-100")
     shutil.copytree(run, folder / "outputs" / "run")
     shutil.copytree(run / "checkpoints/step-1", folder / "outputs/run/checkpoints/step-200")
-    for name in ("outputs/demo", "outputs/short", "outputs/close", "outputs/a", "outputs/b", "sums"):
-        shutil.copytree(run, folder / name)
+    for name in ("demo", "short", "close", "a", "b", "../sums"):
+        shutil.copytree(run, folder / "outputs" / name)
     (folder / "bin").mkdir()
     (folder / "bin" / "sbatch").write_text("#!/bin/sh\necho 7\n")
     (folder / "bin" / "sbatch").chmod(0o755)
