@@ -16,8 +16,9 @@ from torch import Tensor
 
 from grpo_cli.algorithm import corrections, losses
 from grpo_cli.algorithm.batch import Batch
+from grpo_cli.algorithm.kl import ESTIMATORS, k3
 from grpo_cli.algorithm.load_balancing import ExpertLoad, Routing
-from grpo_cli.algorithm.losses import ESTIMATORS, k3, loss_function, rows_that_train
+from grpo_cli.algorithm.losses import loss_function, rows_that_train
 from grpo_cli.algorithm.metric_sums import (
     MaskedSum,
     MetricSums,

@@ -85,9 +85,6 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-__all__ = ["STAGES", "Clock", "possible_stages"]
-
-
 def possible_stages(recipe: Recipe, reference: bool, processes: int) -> list[str]:
     """Returns the stages that a step of this recipe can have; each is a metric, 0 if skipped.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.losses import ESTIMATORS
+from grpo_cli.algorithm.kl import ESTIMATORS
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from grpo_cli.algorithm.batch import WEIGHTS
 from grpo_cli.algorithm.corrections import MODES
+from grpo_cli.algorithm.kl import ESTIMATORS
 from grpo_cli.algorithm.losses import (
-    ESTIMATORS,
     POLICY,
     cispo,
     clip_cov,

@@ -5,8 +5,8 @@ import pytest
 from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.records import RolloutStats, StepStats
-from grpo_cli.reporting.progress import times
-from grpo_cli.reporting.stage_clock import STAGES, Clock, possible_stages
+from grpo_cli.reporting.progress import STAGES, times
+from grpo_cli.reporting.stage_clock import Clock, possible_stages
 from tests.conftest import CPU
 
 

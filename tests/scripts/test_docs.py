@@ -22,7 +22,8 @@ from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.summary import ProblemStats, summarize
 from grpo_cli.records import Completion, Group, Prompt, Rollout, rollout_stats
 from grpo_cli.reporting import rollout_metrics
-from grpo_cli.reporting.stage_clock import STAGES, Clock
+from grpo_cli.reporting.progress import STAGES
+from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring import scorer
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.settings import Reward, Scoring
