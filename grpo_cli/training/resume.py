@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from grpo_cli.training.rollouts.stored_groups import (
 )
 from grpo_cli.training.run import Run, State, StepProgress
 
+NOT_STORED = ("since", "log_history")  # fields of a run's state: a clock, and a text of its own
 FORMAT = 2  # version of what `state_of` returns; a checkpoint with another one is not resumed
 MODEL_FOLDER_UP_TO = 8 * 10**9  # bytes of weights up to which a checkpoint is a model folder
 BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint
@@ -110,7 +111,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
     state.seconds, state.since = state.total_seconds, time.monotonic()
     return {
         "format": FORMAT,
-        "run": asdict(replace(state, log_history=None))
+        "run": {k: v for k, v in asdict(state).items() if k not in NOT_STORED}
         | {
             "position": queue.position - sampled_again,
             "signal_share": queue.signal_share,
@@ -256,8 +257,8 @@ def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
 
 def restored_state(saved: Mapping[str, Any], log_history: list[dict[str, Any]] | None) -> State:
     """Returns the progress that the entry `run` of a checkpoint's state holds."""
-    state = State(**{f.name: saved[f.name] for f in fields(State)})
-    state.since, state.log_history = time.monotonic(), log_history
+    stored = (f.name for f in fields(State) if f.name not in NOT_STORED)
+    state = State(**{name: saved[name] for name in stored}, log_history=log_history)
     state.beta = AdaptiveBeta(**saved["beta"])
     state.entropy_bonus = AdaptiveEntropyBonus(**saved["entropy_bonus"])
     return state
