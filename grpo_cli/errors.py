@@ -26,6 +26,10 @@ class CannotLearn(_Told):
     """A probe found that the run cannot learn as it stands. Exit code 3."""
 
 
+class SignalReceived(BaseException):
+    """Raised by a signal handler in the main thread; passes through calls of user functions."""
+
+
 class Stopped(Exception):  # noqa: N818 - not an error
     """A signal has stopped the command."""
 

@@ -1,6 +1,6 @@
 """Computes the loss of a micro-batch, with policy term, KL and entropy bonus, and its metrics.
 
-The terms are pure functions (`losses.py`, `corrections.py`); `grpo_loss` combines them for
+The terms are pure functions (`losses.py`, `kl.py`, `corrections.py`); `grpo_loss` combines them for
 every policy loss.
 """
 
@@ -42,9 +42,7 @@ class Coefficients:
     entropy: float
     entropy_tokens: float  # tokens that the policy term trains in the optimizer batch
     router: float = 0.0  # weight of the load-balancing loss
-    load: ExpertLoad | None = (
-        None  # load of the experts in the optimizer batch, if `router` is not 0
-    )
+    load: ExpertLoad | None = None  # in the optimizer batch, if `router` is not 0
 
 
 @dataclass(frozen=True)

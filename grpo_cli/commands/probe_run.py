@@ -30,7 +30,7 @@ def probe(prepared: Prepared, prompts: int, samples: int | None) -> None:
     """Loads the model of a prepared recipe, probes it, writes and prints the result.
 
     Args:
-        prompts, samples: see `commands.probe.Settings`.
+        prompts, samples: see `commands.probe.ProbeOptions`.
 
     Raises:
         CannotLearn: the run cannot learn as it stands.

@@ -37,7 +37,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class Flags:
-    """Who reads a knob, and what depends on it. A section's flags are those of its knobs.
+    """Describes which commands read a knob and what depends on it. Knobs inherit their section's.
 
     Attributes:
         read_if: (key, value, ...): the knob is read only if the knob `key` has one of the values (a
@@ -49,13 +49,13 @@ class Flags:
         evaluated_as: what an evaluation reads instead of the knob.
         evaluated_if: (key, value): an evaluation reads the knob only if `key` has this value.
         rows: "own": the knob describes the recipe's own rows, in whose place benchmarks are
-            evaluated; "any": those of benchmarks too.
+            evaluated; "any": it also describes the rows of benchmarks.
         of_train: the knob describes dataset.train, and is dropped if another one is given.
         rescoring: read when stored completions are scored.
         decides: what stored parts of a step depend on: "completions", "distribution" (they too, as
             tokens are no longer drawn from softmax(logits / temperature)), "rewards" or "updates".
-        without_effect: the knob may differ when a finished run is resumed, as its results do not
-            depend on it, nor do those of an evaluation.
+        without_effect: neither a run's results nor an evaluation's depend on the knob, so that it
+            may differ when a finished run is resumed.
         kept: a resumed run must have the knob's value of the checkpoint.
         of_start: the knob belongs to one start of a run, and is not stored.
     """
@@ -122,6 +122,7 @@ def section(kind: type, **flags: Any) -> Any:
 
 
 def flags_of(f: dataclasses.Field[Any]) -> Flags:
+    """Returns the flags of a knob's field."""
     flags: Flags = f.metadata["flags"]
     return flags
 

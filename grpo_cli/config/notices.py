@@ -38,14 +38,14 @@ def notices(recipe: Recipe) -> Iterator[str]:
     differs = []  # reasons for the sampler's probabilities to differ from the trainer's
     if g.top_p < 1 or g.top_k or g.min_p:
         differs.append(
-            "with top_p, top_k or min_p the sampler's probabilities are those of the tokens it "
-            "kept, higher than the trainer's by what that leaves out."
+            "with top_p, top_k or min_p the sampler renormalises over the tokens that it keeps, so "
+            "that its probabilities are higher than the trainer's."
         )
     filters = ("top_p", "top_k", "min_p")
     if changed := [name for name in g.changed_by if name not in filters]:
         differs.append(
-            f"with {listed(changed)} the sampler's probabilities are those after the change; the "
-            "trainer's are of softmax(logits / temperature)."
+            f"with {listed(changed)} the sampler's distribution is another than the trainer's, "
+            "which is softmax(logits / temperature)."
         )
     yield from loss.notices()
     is_scaled = recipe.advantage.rule == "group" and recipe.advantage.scale != "none"

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from grpo_cli.errors import SignalReceived
+
 _now = time.monotonic
 
 
@@ -41,7 +43,7 @@ leave: Callable[[], bool] | None = None  # whether to interrupt now, if possible
 _calls = 0  # open `calling` blocks
 
 
-class Interrupt(BaseException):
+class Interrupt(SignalReceived):
     """Raised to interrupt the present work because the run must end."""
 
 

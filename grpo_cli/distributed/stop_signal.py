@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import UserError
+from grpo_cli.errors import SignalReceived, UserError
 
 SAFETY_FACTOR = 1.5  # bound on the next duration of a step or save, relative to the last one
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
@@ -35,7 +35,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error
     """Raised when all processes have interrupted their present step."""
 
 
-class StoppedWhileStarting(BaseException):
+class StoppedWhileStarting(SignalReceived):
     """Raised when a run receives a signal before its first step."""
 
     def __init__(self, number: int) -> None:

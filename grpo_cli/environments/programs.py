@@ -167,7 +167,7 @@ class ProgramSessions:
 
 
 class ProgramSession:
-    """The programs of one completion, with the methods of `sessions.Session`."""
+    """The programs of one completion, with the methods of `sessions.EnvironmentSession`."""
 
     def __init__(self, sessions: ProgramSessions) -> None:
         self._sessions = sessions

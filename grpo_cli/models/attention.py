@@ -37,9 +37,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.models.families import ATTENTION_EXTRAS, window_of
+from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
+from grpo_cli.models.kernels.arithmetic import merge as merge
 from grpo_cli.models.kernels.base import Kernel
-from grpo_cli.models.kernels.base import flash as flash  # for the embedded engine
-from grpo_cli.models.kernels.base import merge as merge
 from grpo_cli.models.kernels.flex import block_mask
 from grpo_cli.models.kernels.plain import Bucket, Plain
 from grpo_cli.models.kernels.varlen import HALVES, Ragged, RepeatedVarlen

@@ -151,9 +151,7 @@ def rollout_flops(
     predicted = sum(r.completion.sampled_tokens for r in rollouts)
     number = params_in_products(model)
     forward = forward_flops(model.config.get_text_config(), number, tokens, pairs, predicted)
-    if not backward:
-        return forward
-    return forward * passes(number, params_in_products(model, trained=True))
+    return forward * (passes(number, params_in_products(model, trained=True)) if backward else 1)
 
 
 # Dense peaks in TFLOP/s from NVIDIA's data sheets: (part of the name, 16 bit on tensor cores with a

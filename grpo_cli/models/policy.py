@@ -108,17 +108,11 @@ class Policy:
             say if workers.is_main else partial(print, f"process {workers.rank}:"),
             runs_in_lockstep=workers.runs_in_lockstep,
         )
+        optimizer = optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload)
         return cls(
-            loaded,
-            logprobs,
-            optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload),
-            workers,
-            interrupts,
-            budget,
-            reference=reference,
-            router_coef=router_coef,
-            reads_images=reads_images,
-        )
+            loaded, logprobs, optimizer, workers, interrupts, budget,
+            reference=reference, router_coef=router_coef, reads_images=reads_images,
+        )  # fmt: skip
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of a micro-batch's loss."""

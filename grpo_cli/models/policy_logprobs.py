@@ -350,17 +350,14 @@ class PolicyLogprobs:
     def _unchunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        predictors = inputs.predictors
+        predictors, arguments = inputs.predictors, arguments_of(self.model, inputs)
         if inputs.layout is not None:
-            keep = {"logits_to_keep": predictors}
-            logits = self.model(**arguments_of(self.model, inputs), **keep).logits[0]  # [T, V]
+            logits = self.model(**arguments, logits_to_keep=predictors).logits[0]  # [T, V]
         else:
             width = inputs.input_ids.shape[1]
             row, column = predictors // width, predictors % width
             first = int(column.min()) if len(column) else width - 1
-            kept = self.model(
-                **arguments_of(self.model, inputs), logits_to_keep=width - first
-            ).logits
+            kept = self.model(**arguments, logits_to_keep=width - first).logits
             logits = kept[row, column - first]  # [T, V]
         logprobs = token_logprobs(logits, inputs.targets, temperature)
         if not entropy:

@@ -148,11 +148,10 @@ class Clock:
             self._synchronize()
         finally:
             spent = self.timer() - start
-            without_inner = spent - self._inside.pop()
             self._names.pop()
             if self.meter is not None:
                 self.meter.note(name)
-            self.seconds[name] = self.seconds.get(name, 0.0) + without_inner
+            self.seconds[name] = self.seconds.get(name, 0.0) + (spent - self._inside.pop())
             if self._inside:
                 self._inside[-1] += spent
 
@@ -160,9 +159,10 @@ class Clock:
         """Returns the stage of waiting for other processes; a single process has none."""
         return self.stage("idle") if "idle" in self.seconds else contextlib.nullcontext()
 
-    def count(self, stage: str, flops: float) -> None:
-        """Adds model FLOPs of this process to a stage; NaN if they are not known."""
-        self.flops[stage] = self.flops.get(stage, 0.0) + flops
+    def count(self, stage: str, flops: Callable[[], float]) -> None:
+        """Adds this process's model FLOPs, NaN if not known, to a stage if there is a peak."""
+        if not math.isnan(self.peak):
+            self.flops[stage] = self.flops.get(stage, 0.0) + flops()
 
     def metrics(self, step_stats: StepStats) -> dict[str, float]:
         """Returns seconds by stage, tokens per second and utilisation of the step that ends now.
@@ -172,10 +172,9 @@ class Clock:
         total = self.timer() - self.start
         tokens = sum(o.prompt_tokens + o.tokens for group in step_stats.values() for o in group)
         stages = {f"time/{name}": s for name, s in self.seconds.items()}
-        attainable = {name: self.seconds.get(name, 0.0) * self.peak for name in self.flops}
-        used = {f"mfu/{n}": f / attainable[n] for n, f in self.flops.items() if attainable[n]}
-        known = {name: share for name, share in used.items() if math.isfinite(share)}
-        return {**stages, "step_time": total, "tokens_per_second": tokens / total, **known}
+        at_peak = {name: f / self.peak for name, f in self.flops.items() if math.isfinite(f)}
+        mfu = {f"mfu/{n}": s / self.seconds[n] for n, s in at_peak.items() if self.seconds.get(n)}
+        return {**stages, "step_time": total, "tokens_per_second": tokens / total, **mfu}
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":  # a launch returns before its kernel ends

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from grpo_cli.errors import SignalReceived
 from grpo_cli.images import opened
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.guards import blame, no_second_run
@@ -62,10 +63,9 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
         decoded = {name: opened(value) for name, value in arguments.items()}
         with no_second_run():
             values, error = function(**decoded), None
+    except (KeyboardInterrupt, SignalReceived):
+        raise
     except BaseException as raised:  # user functions may raise anything
-        is_signal = type(raised).__module__.startswith("grpo_cli.distributed")
-        if is_signal or isinstance(raised, KeyboardInterrupt):
-            raise
         values, error = None, blame(raised)
     return CallResult(values, metrics, extras, time.perf_counter() - start, error)
 

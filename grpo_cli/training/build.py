@@ -250,8 +250,7 @@ def describe(run: Run, *, is_graded: bool) -> None:
         shown = "streamed prompts"
     say(
         f"{recipe.recipe}: {size / 1e6:.2f} M parameters{of_adapter} on {workers.device}, "
-        f"{shown}, "
-        f"{counted(recipe.steps, 'step')}, {recipe.prompts_per_step} x "
+        f"{shown}, {counted(recipe.steps, 'step')}, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
         f"process{'es' if workers.size > 1 else ''}; writes to {paths.shown(run.folder)}"
     )

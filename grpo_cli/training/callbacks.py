@@ -149,6 +149,7 @@ class Callbacks:
     """The callbacks of a run. All processes call the same methods together."""
 
     loaded: Sequence[Loaded] = ()
+    saving: bool = False  # whether a checkpoint was begun whose `on_checkpoint` was not called yet
     written: deque[Path] = field(default_factory=deque)  # checkpoints, complete; main process only
     _logged: dict[str, float] = field(default_factory=dict)  # for the next step's line
     _newest: Mapping[str, float] = field(default_factory=dict)  # metrics of the newest step
@@ -163,7 +164,7 @@ class Callbacks:
         """Calls a hook of every callback that has it.
 
         Args:
-            facts: the fields of the event that differ from those of other hooks.
+            facts: fields of the event that are specific to this hook.
 
         Raises:
             TrainingError: a callback of the recipe has raised.
@@ -195,10 +196,11 @@ class Callbacks:
 
     def checkpoints(self, run: Run) -> None:
         """Calls `on_checkpoint` for each checkpoint that has become complete."""
-        if "on_checkpoint" not in self.hooks:
+        if not self.saving or "on_checkpoint" not in self.hooks:
             return
-        found = [self.written.popleft() for _ in range(len(self.written))]
-        for path in run.workers.gather(found)[0]:
+        found = run.workers.gather([self.written.popleft() for _ in range(len(self.written))])[0]
+        self.saving = not found
+        for path in found:
             self.call(run, "on_checkpoint", step=paths.step_of(path), checkpoint=path)
 
     def close(self) -> None:

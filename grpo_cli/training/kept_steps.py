@@ -126,14 +126,8 @@ class KeptPrompts(PromptStream):
             images = tuple(
                 StoredImage(image.numpy().tobytes(), f"row {row['row']}") for image in row["images"]
             )
-            self.found[entry["position"]] = Prompt(
-                row["row"],
-                list(entry["prompt_ids"]),
-                "",
-                {},
-                images,
-                vision if images else None,
-            )
+            ids, reads = list(entry["prompt_ids"]), vision if images else None
+            self.found[entry["position"]] = Prompt(row["row"], ids, "", {}, images, reads)
         super().__init__([*self.found.values()], 0, False)
 
     def prompt_at(self, position: int) -> Prompt:
@@ -162,7 +156,7 @@ class NoInterrupts(Interrupts):
 
 
 class Recomputed(NamedTuple):
-    """The update of a kept step, computed once more."""
+    """The recomputed update of a kept step."""
 
     metrics: dict[str, float]
     device: str
@@ -170,7 +164,7 @@ class Recomputed(NamedTuple):
 
 
 def recompute(folder: Path, path: Path, device: str | None, trust: bool = True) -> Recomputed:
-    """Takes the update of a kept step once more; arguments and errors are those of `restore`."""
+    """Recomputes the update of a kept step; see `restore` for the arguments and errors."""
     run, processes = restore(folder, path, device, trust)
     step = begin(run)
     assert step.batch is not None, "a kept step has its rollouts"

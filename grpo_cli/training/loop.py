@@ -41,13 +41,14 @@ from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, StepStats
 from grpo_cli.training import ending, logprob_passes, resume
+from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
 from grpo_cli.training.rollouts.credit import (
     assign_advantages,
     set_token_weights,
     subtract_kl_from_rewards,
 )
-from grpo_cli.training.run import Run, StepBatch
+from grpo_cli.training.run import Run
 from grpo_cli.training.step import Step, steps
 
 
@@ -195,9 +196,9 @@ def optimizer_batch(
     coefficients = Coefficients(beta.value(loss), entropy.value(loss), max(tokens, 1.0), router)
     with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
     run.policy.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
-    flops = rollout_flops(run.policy.model, with_gradient, backward=True)
-    flops += rollout_flops(run.policy.model, entropy_only)
-    step.clock.count("forward_backward", flops)
+    flops = partial(rollout_flops, run.policy.model)
+    step.clock.count("forward_backward", lambda: flops(with_gradient, backward=True))
+    step.clock.count("forward_backward", lambda: flops(entropy_only))
     if coefficients.router:  # experts are counted over all processes before the first backward
         load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
         coefficients = replace(coefficients, load=load)

@@ -27,6 +27,7 @@ from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
+from grpo_cli.training.recovery import StepProgress
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
     from_entries,
@@ -35,7 +36,7 @@ from grpo_cli.training.rollouts.stored_groups import (
     step_fingerprint,
     to_entries,
 )
-from grpo_cli.training.run import Run, State, StepProgress
+from grpo_cli.training.run import Run, State
 
 NOT_STORED = ("since", "log_history")  # fields of a run's state: a clock, and a text of its own
 FORMAT = 2  # version of what `state_of` returns; a checkpoint with another one is not resumed
@@ -139,8 +140,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
     run.check_folder()
     run.checkpointer.wait()  # the previous checkpoint may become the best one, which is stored
     entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
-    state, workers = run.state, run.workers
-    best, began, last = state.best_step, time.monotonic(), run.is_over
+    best, began, last = run.state.best_step, time.monotonic(), run.is_over
 
     def done() -> None:
         _note_best(run, best)
@@ -150,6 +150,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         prune(run, path)
         run.interrupts.save_seconds = time.monotonic() - began
 
+    run.callbacks.saving |= not paths.is_interrupted(path)
     with_model = writes_model(run)
     resumable = run.recipe.checkpoint.every > 0 or not (run.is_over and with_model)
     run.reporter.sync()
@@ -161,7 +162,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         run.policy.processor,
         with_model=with_model,
         resumable=resumable,
-        card=card_of(run) if workers.is_main else "",
+        card=card_of(run) if run.workers.is_main else "",
         outdated=lambda: retention.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
     )
@@ -196,15 +197,8 @@ def card_of(run: Run) -> str:
     state, command = run.state, list[str]()
     with suppress(UserError, ValueError):  # it may be missing or changed
         command = shlex.split(read_text(run.folder / "command.txt", LONGEST).partition("\n")[0])
-    return model_card(
-        run.recipe,
-        command,
-        state.step,
-        state.before,
-        state.after,
-        state.after_step,
-        run.workers.size,
-    )
+    evaluated = (state.before, state.after, state.after_step)
+    return model_card(run.recipe, command, state.step, *evaluated, run.workers.size)
 
 
 def writes_model(run: Run) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_cli import data
 from grpo_cli.config.recipe import Recipe
@@ -21,11 +21,6 @@ from grpo_cli.images import ImageError
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.scoring.settings import Reward
-
-if TYPE_CHECKING:
-    pass
-
-# Keys that may differ when a finished run is resumed: its results do not depend on them.
 
 MADE_UP = "The answer is 0."  # a completion to try rewards out on
 MADE_UP_EPISODE = {  # the same as an episode
@@ -92,7 +87,7 @@ def held_out_of(
     """Returns the sets of held-out rows by name, unless benchmarks replace them.
 
     Args:
-        rows: those of `dataset.eval` or `dataset.test_split_size`, if any.
+        rows: the held-out rows (`dataset.eval`, `dataset.test_split_size`); None: there are none.
 
     Raises:
         UserError: a set cannot be loaded, or does not fit its rewards.

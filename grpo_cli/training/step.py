@@ -20,7 +20,8 @@ from grpo_cli.models.flops import peak_flops
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
-from grpo_cli.training.run import Run, StepBatch, StepProgress
+from grpo_cli.training.recovery import StepBatch, StepProgress
+from grpo_cli.training.run import Run
 
 ENTROPY_EVERY = 10  # steps; the metric costs a softmax over the vocabulary
 
@@ -215,12 +216,12 @@ def check_sampler(config: Generation, gap: float, step: int) -> None:
         gap: mean absolute difference between their log-probabilities.
         step: counted from 0.
     """
-    limit, changed_by = config.max_logp_difference, config.changed_by
+    limit = config.max_logp_difference
     if limit is not None and gap > limit:
         cause = (
-            f" {listed(changed_by)} (of generation) change what is sampled and not what is "
+            f" {listed(config.changed_by)} (of generation) change what is sampled and not what is "
             "trained: set generation.max_logp_difference to null, or these back."
-            if changed_by
+            if config.changed_by
             else ""
         )
         raise TrainingError(

@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.batch import WEIGHTS, collate
+from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.corrections import MODES
 from grpo_cli.algorithm.loss import Coefficients, LossOutput, grpo_loss
+from grpo_cli.algorithm.normalization import WEIGHTS
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.arguments import readers_of
-from grpo_cli.algorithm.batch import Batch, collate, pad_right, token_weight
+from grpo_cli.algorithm.batch import Batch, collate, pad_right
 from grpo_cli.algorithm.loss import (
     Coefficients,
     LossOutput,
@@ -33,6 +33,7 @@ from grpo_cli.algorithm.loss import (
     logged,
 )
 from grpo_cli.algorithm.losses import loss_function
+from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.recipe import Recipe

@@ -14,7 +14,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from grpo_cli.algorithm.batch import WEIGHTS
 from grpo_cli.algorithm.corrections import MODES
 from grpo_cli.algorithm.kl import ESTIMATORS
 from grpo_cli.algorithm.losses import (
@@ -30,6 +29,7 @@ from grpo_cli.algorithm.losses import (
     vespo,
     vespo_weight,
 )
+from grpo_cli.algorithm.normalization import WEIGHTS
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import own_arguments, parameters
 from grpo_cli.config.knob import flags_of

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_cli.algorithm.batch import WEIGHTS, token_weight
+from grpo_cli.algorithm.normalization import WEIGHTS, token_weight
 
 # Two prompts with completions of 3 and 1, and of 4 tokens and one that does not train.
 LENGTHS = [[3, 1], [4, 0]]

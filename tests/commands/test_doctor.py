@@ -8,7 +8,7 @@ import pytest
 
 from grpo_cli import cli, sandbox
 from grpo_cli.commands import doctor
-from grpo_cli.commands.doctor import BROKEN, NOTE, OK, ReportLine
+from grpo_cli.commands.doctor import BROKEN, NOTE, OK, Line
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.settings import Dataset
 from grpo_cli.models.settings import Adapter, Model, Optimizer
@@ -25,7 +25,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_run", lambda program: ([json.dumps(facts)], ""))
     found = {f.name: f for f in doctor.devices()}
     assert found["torch"].value == "2.13 (CUDA 13.0), driver 580.1"
-    assert found["GPU 0"] == ReportLine("GPU 0", "H100, capability 9.0, 80.0 of 80.0 GiB free")
+    assert found["GPU 0"] == Line("GPU 0", "H100, capability 9.0, 80.0 of 80.0 GiB free")
     assert (found["GPU 1"].status, found["GPU 1"].value) == (NOTE, "L4, 10.0 of 24.0 GiB free")
     facts["gpus"] = []
     found = {f.name: f for f in doctor.devices()}
@@ -136,7 +136,7 @@ def test_the_report_of_this_machine(
     assert "\nrecipes\n  recipe                 nothing is missing\n" in out
     assert max(map(len, out.splitlines())) <= 98
 
-    disks = lambda folder: [ReportLine("disk", "is read-only", BROKEN)]  # noqa: E731
+    disks = lambda folder: [Line("disk", "is read-only", BROKEN)]  # noqa: E731
     monkeypatch.setattr(doctor, "disks", disks)
     assert cli.run_command(["doctor", "recipe=arithmetic_tiny"]) == 1
     assert capsys.readouterr().err == "grpo: doctor: broken: disk.\n"

@@ -100,9 +100,9 @@ def test_utilisation_is_flops_over_what_the_stage_s_time_allowed(hands: Hands) -
         hands.now += 2.0
         with clock.stage("idle"):  # not held against the training
             hands.now += 6.0
-    clock.count("generate", 100.0)
-    clock.count("generate", 300.0)
-    clock.count("forward_backward", 500.0)
+    clock.count("generate", lambda: 100.0)
+    clock.count("generate", lambda: 300.0)
+    clock.count("forward_backward", lambda: 500.0)
     found = clock.metrics(step(1))
     assert found["mfu/generate"] == 0.1
     assert found["mfu/forward_backward"] == 0.25

@@ -94,7 +94,7 @@ def test_every_metric_is_defined() -> None:
     step_stats = dict(rollout_stats([scored]))
     timed = Clock(torch.device("cpu"), STAGES, peak=1.0)
     for stage in ("generate", "forward_backward"):
-        timed.count(stage, 1.0)
+        timed.count(stage, lambda: 1.0)
         with timed.stage(stage):
             pass
     facts = ProblemStats.of(scored, "exact_match")

@@ -30,6 +30,7 @@ from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, loop, prepare, resume, run
 from grpo_cli.training.evaluation import Evaluation
 from grpo_cli.training.logprob_passes import fill_ref_logprobs
+from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
 from grpo_cli.training.rollouts.credit import set_token_weights
@@ -164,7 +165,7 @@ def updated(live: run.Run) -> Update:
     return gradients, loop.update_policy(live, step_with(live, step))
 
 
-def step_with(live: run.Run, batch: run.StepBatch) -> Step:
+def step_with(live: run.Run, batch: StepBatch) -> Step:
     """The first step, once its rollouts are there."""
     step = Step(live, 0, live.recipe, Clock(CPU))
     step.keep(batch)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.models.kernels import base, plain
-from grpo_cli.models.kernels.base import flash, flash_backward
+from grpo_cli.models.kernels import arithmetic, plain
+from grpo_cli.models.kernels.arithmetic import flash, flash_backward
 
 
 def off_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,5 +25,5 @@ def off_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "plain":
         for function in (flash, flash_backward):
-            for module in (base, plain):
+            for module in (arithmetic, plain):
                 monkeypatch.setattr(module, function.__name__, off_cpu(function))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels.base import by_head, flash, flash_backward
+from grpo_cli.models.kernels.arithmetic import by_head, flash, flash_backward
 
 
 @dataclass

@@ -11,13 +11,9 @@ import torch
 from grpo_cli.algorithm.loss import Mean, MeasuredUpdate
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.data import PromptStream
-from grpo_cli.records import (
-    RolloutStats,
-    StepStats,
-    rollout_stats,
-)
+from grpo_cli.records import RolloutStats, StepStats, rollout_stats
+from grpo_cli.training.recovery import StepBatch, StepProgress
 from grpo_cli.training.rollouts.credit import subtract_kl_from_rewards
-from grpo_cli.training.run import StepBatch, StepProgress
 from tests.training.rollouts.test_stored_groups import (
     make_groups,
     make_stream,

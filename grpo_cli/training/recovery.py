@@ -1,0 +1,133 @@
+"""Keeps an incomplete step, and the last point from which an interrupted run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli import random_streams
+from grpo_cli.algorithm.loss import MeasuredUpdate
+from grpo_cli.data import PromptStream
+from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats
+from grpo_cli.training.rollouts.queue import RolloutQueue
+from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
+
+if TYPE_CHECKING:
+    from grpo_cli.training.run import Run
+
+
+@dataclass
+class StepBatch:
+    """The groups of a step, with the outcomes of all processes."""
+
+    groups: list[Group]  # this process's
+    step_stats: StepStats  # outcomes of every process's groups
+    sampled: StepStats  # outcomes of all groups sampled in this step, dropped ones included
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepProgress:
+    """A step that is not complete: its batch, and the updates that are done.
+
+    A run that is stopped mid-step stores its progress and is resumed there.
+    """
+
+    collected: StepBatch
+    totals: list[MeasuredUpdate] = field(default_factory=list)  # by optimizer step
+    norms: list[float] = field(default_factory=list)  # gradient norm by optimizer step
+    updates: int = 0  # optimizer steps done, including those with nothing to train on
+    coefficients: dict[str, float] = field(default_factory=dict)  # at the first optimizer step
+
+    def shared(self) -> dict[str, Any]:
+        """Returns the part that is the same on every process, as plain values."""
+        done = self.collected
+        return {
+            "whole_step": _plain(done.step_stats),
+            "sampled": _plain(done.sampled),
+            "metrics": done.metrics,
+            "totals": [t.to_state() for t in self.totals],
+            "norms": self.norms,
+            "updates": self.updates,
+            "coefficients": self.coefficients,
+        }
+
+    def own(self, fingerprint: str) -> list[dict[str, Any]]:
+        """Returns this process's groups as plain values and tensors."""
+        entries = to_entries(self.collected.groups, fingerprint)
+        for entry in entries:  # the rollout's own value may have a KL subtracted
+            rollout_stats = self.collected.step_stats[entry["position"]]
+            for values, outcome in zip(entry["rollouts"], rollout_stats, strict=True):
+                values["outcome_reward"] = outcome.outcome_reward
+        return entries
+
+    @classmethod
+    def restored(
+        cls,
+        shared: Mapping[str, Any],
+        own: Sequence[dict[str, Any]],
+        stream: PromptStream,
+        fingerprint: str,
+    ) -> StepProgress | None:
+        """Restores a stored progress; None if the recipe has another fingerprint now."""
+        groups = from_entries(own, stream, fingerprint)
+        if len(groups) < len(own):
+            return None
+        stats = (_outcomes(shared["whole_step"]), _outcomes(shared["sampled"]))
+        collected = StepBatch(groups, *stats, shared["metrics"])
+        totals = [MeasuredUpdate.from_state(t) for t in shared["totals"]]
+        return cls(collected, totals, *(shared[k] for k in ("norms", "updates", "coefficients")))
+
+
+def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:
+    return [
+        (p, [{**o._asdict(), "episode": o.episode and o.episode._asdict()} for o in group])
+        for p, group in step_stats.items()
+    ]
+
+
+def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
+    def stats(values: Mapping[str, Any]) -> RolloutStats:
+        episode = values["episode"]
+        return RolloutStats(**{**values, "episode": episode and EpisodeStats(**episode)})
+
+    return {p: [stats(o) for o in group] for p, group in saved}
+
+
+class Recovery:
+    """Tracks the point from which an interrupted run is resumed, which may be mid-step.
+
+    It is the last point at which everything was complete: a complete step, a step whose rollouts
+    are scored, or an optimizer step. A resumed run continues there with the same random streams, so
+    that it is bit-identical.
+    """
+
+    def __init__(self) -> None:
+        self.progress: StepProgress | None = None  # the present step's, once it is scored
+        self.unreported: dict[str, float] | None = None  # metrics of a step before its evaluation
+        self.random_streams: dict[str, Any] | None = None  # at the last complete point
+        self.saved_step = -1  # newest checkpoint since the run was started or resumed
+        self.interrupted: Path | None = None  # the checkpoint of an interrupted step
+        self._before: tuple[Any, ...] = ()  # the queue before the step's rollouts were sampled
+
+    def mark(self) -> None:
+        """Makes the present state the point to resume from."""
+        self.random_streams = random_streams.rng_state()
+
+    def begin_step(self, queue: RolloutQueue) -> None:
+        """Takes the snapshot that `rollback` restores if the rollouts cannot be completed."""
+        self._before = queue.snapshot()
+        self.mark()
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Forgets the present step, which is complete except for its evaluation."""
+        self.progress, self._before, self.unreported = None, (), metrics
+        self.mark()
+
+    def rollback(self, run: Run) -> None:
+        """Restores the last complete point."""
+        run.policy.zero_grad()
+        if self.progress is None and self._before:
+            run.queue.rollback(self._before)
