@@ -48,7 +48,6 @@ def main(argv: list[str]) -> None:
     """Composes the recipe and prints its plan."""
     options, words = split_options(argv)
     as_json = "--json" in options
-    options = [word for word in options if word != "--json"]
     own, rest = split(PlanOptions, words)
     check_recipe_words(PlanOptions, rest)
     settings = parse(PlanOptions, own)
@@ -70,12 +69,9 @@ def main(argv: list[str]) -> None:
         measured = (RunFolder(Path(recipe.output_dir)).plan() or {}).get("measured")
         if as_json:
             also = {"recipe": recipe.recipe, "notes": notes, "measured": measured}
-            also["changes"] = [
-                {"set": words, "peak": round(changed.peak), "fits": changed.fits}
-                for words, changed in changes.items()
-            ]
-            print(json.dumps(plan.as_json() | also, indent=2))
+            less = [{"set": w, "peak": round(c.peak), "fits": c.fits} for w, c in changes.items()]
+            print(json.dumps(plan.as_json() | also | {"changes": less}, indent=2))
         else:
             print(planning.text_of(plan, changes, notes, measured), end="")
 
-    compose_and_call([*rest, *options], task)
+    compose_and_call([*rest, *(word for word in options if word != "--json")], task)

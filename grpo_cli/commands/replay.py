@@ -86,13 +86,8 @@ def main(argv: list[str]) -> None:
         again = kept_steps.recompute(run.path, kept, settings.device, trust)
     checks, device = compared(recorded, again.metrics, settings.tolerance), again.device
     if settings.json:
-        data = {
-            "run": str(run.path),
-            "step": number,
-            "device": device,
-            "processes": again.processes,
-        }
-        print(json.dumps(data | {"checks": checks}))
+        data = {"run": str(run.path), "step": number, "device": device}
+        print(json.dumps(data | {"processes": again.processes, "checks": checks}))
     else:
         print(f"{run.path}, step {number}, on {device}", *map(line_of, checks), sep="\n")
     wrong = [c for c in checks if not c["agrees"] and c["name"] in DECISIVE]

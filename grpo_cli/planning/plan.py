@@ -174,8 +174,7 @@ def text_of(
     ]
     if changes:
         lines += ["", "to make it fit:"]
-    for words, changed in changes.items():
-        lines.append(f"  {words}\n    {gb(changed.peak)}, {FITS[changed.fits]}")
+    lines += [f"  {w}\n    {gb(c.peak)}, {FITS[c.fits]}" for w, c in changes.items()]
     if changes and not any(changed.fits for changed in changes.values()):
         lines.append("  none of them makes it fit: use more or larger devices, or a smaller model")
     if measured:

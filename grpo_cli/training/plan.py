@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from grpo_cli.training.callbacks import Event
     from grpo_cli.training.run import Run
 
-NAME = "plan.json"
 SOME_ROWS = 200  # rows whose prompts are measured
 STEPS = 200  # newest steps of a run that the statistics cover
 
@@ -126,9 +125,8 @@ class PlanRecord:
     """
 
     def __init__(self, run: Run, prompts: Sequence[Prompt]) -> None:
-        self.policy, self.recipe, self.path = run.policy, run.recipe, run.folder / NAME
-        self.device = devices.of_machine(run.workers.device)
-        self.processes = run.workers.size
+        self.policy, self.recipe, self.path = run.policy, run.recipe, run.folder / "plan.json"
+        self.device, self.processes = devices.of_machine(run.workers.device), run.workers.size
         self.prompt_tokens = statistics.fmean(len(p.ids) for p in prompts)
         self.meter = MemoryMeter(run.workers.device)
         if run.workers.is_main:
@@ -139,18 +137,11 @@ class PlanRecord:
         if event.rank == 0:
             self.metrics.append(event.metrics)
 
-    def on_checkpoint(self, event: Event) -> None:
-        self.write()
-
     def on_end(self, event: Event) -> None:
-        self.write()
-
-    def write(self) -> None:
         """Writes plan.json once a step is complete; a full disk does not end the run."""
         if not self.metrics:
             return
-        steps = list(self.metrics)
-        steps = steps[1:] if len(steps) > 1 else steps  # the first also sets up and checks
+        steps = list(self.metrics)[1:] or list(self.metrics)  # the first also sets up and checks
 
         def mean(name: str) -> float:
             return statistics.fmean(m.get(name, 0.0) for m in steps)
@@ -163,7 +154,6 @@ class PlanRecord:
         measured = {
             "memory": memory,
             "peak": max(memory.values(), default=None),
-            "peak_stage": max(memory, key=lambda stage: memory[stage], default=None),
             "tokens_per_step": round(statistics.median(tokens)),
             "tokens_per_micro_batch": self.policy.micro_batches.budget.tokens,
             "completion_tokens": round(length, 2),
@@ -181,3 +171,5 @@ class PlanRecord:
             written["unpredicted"] = f"{type(error).__name__}: {error}"
         with suppress(OSError):
             write_text(self.path, json.dumps(written, indent=2) + "\n")
+
+    on_checkpoint = on_end

@@ -10,7 +10,7 @@ from tests.training.test_train import trained
 
 pytestmark = pytest.mark.runs
 KEYS = {
-    "memory", "peak", "peak_stage", "tokens_per_step", "tokens_per_micro_batch",
+    "memory", "peak", "tokens_per_step", "tokens_per_micro_batch",
     "completion_tokens",
 }  # fmt: skip
 
