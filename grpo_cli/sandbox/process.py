@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from grpo_cli.sandbox import judge, messages, runner
+from grpo_cli.sandbox import copied_types, judge, messages, peer, proxies, runner
 from grpo_cli.sandbox.system_calls import call_filter
 
 PREFIX = "grpo-sandbox-"
@@ -126,7 +126,7 @@ _BOOTSTRAP = (
 def _codes() -> list[tuple[str, Any]]:
     """Returns (name, code) of the modules that run inside; later ones import earlier ones."""
     codes: list[tuple[str, Any]] = [(name, "") for name in ("grpo_cli", "grpo_cli.sandbox")]
-    for module in (messages, judge, runner):
+    for module in (copied_types, proxies, messages, peer, judge, runner):
         loader: Any = module.__loader__
         codes.append((module.__name__, loader.get_code(module.__name__)))
     return codes

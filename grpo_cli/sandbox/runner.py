@@ -24,7 +24,8 @@ import sys
 import time
 
 from grpo_cli.sandbox.judge import FAILED, PASSED, judge
-from grpo_cli.sandbox.messages import BrokenError, Peer, as_json
+from grpo_cli.sandbox.messages import as_json
+from grpo_cli.sandbox.peer import BrokenError, Peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
