@@ -11,19 +11,6 @@ from __future__ import annotations
 import _json
 import builtins
 
-from grpo_cli.sandbox.copied_types import (
-    FIXED,
-    MUTABLE,
-    PLAIN,
-    class_of,
-    fill,
-    is_dtype,
-    is_plain_class,
-    items_of,
-    listed,
-    make,
-    plain_value,
-)
 from grpo_cli.sandbox.proxies import GENERATOR, Extended, Held, Opaque, Stream, opaque_of, result_of
 
 TYPE_CHECKING = False
@@ -34,6 +21,34 @@ if TYPE_CHECKING:
     from grpo_cli.sandbox.peer import Peer
 
 LARGE = 1 << 62  # larger integers are sent in base 16
+
+_SIMPLE: tuple[Any, ...] = (int, float, str, tuple)
+PLAIN = {f"builtins.{kind.__name__}" for kind in _SIMPLE}  # only subclasses of these are rebuilt
+_TIMES = ("date", "time", "datetime")
+_TEXTS = ["decimal.Decimal", "uuid.UUID"]
+_TEXTS += [f"pathlib.{n}" for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")]
+_TEXTS += [f"ipaddress.IPv{n}{k}" for n in "46" for k in ("Address", "Network", "Interface")]
+# The closed list. None, bool, int, float and str are JSON's own; a tuple is sent as its items.
+# Other immutable values have the arguments that rebuild them, and the method's name.
+_as_text, _as_span = (lambda v: (str(v),)), (lambda v: (v.start, v.stop, v.step))
+FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
+    **{f"builtins.{kind.__name__}": (kind.__getnewargs__, "") for kind in (*_SIMPLE, complex)},
+    "builtins.bytes": (lambda v: (bytes.hex(v),), "fromhex"),
+    "builtins.range": (_as_span, ""),
+    "builtins.slice": (_as_span, ""),
+    "builtins.frozenset": (lambda v: (tuple(v),), ""),
+    "fractions.Fraction": (lambda v: (v.numerator, v.denominator), ""),
+    "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), ""),
+    "datetime.timezone": (lambda v: (v.utcoffset(None), v.tzname(None)), ""),
+    **{f"datetime.{n}": (lambda v: (v.isoformat(),), "fromisoformat") for n in _TIMES},
+    **dict.fromkeys(_TEXTS, (_as_text, "")),
+}
+# Mutable values are numbered. A list that occurs twice stays one list, changes by a call to its
+# arguments are sent back, and a list may contain itself.
+MUTABLE = [f"builtins.{n}" for n in ("list", "dict", "set", "bytearray")]
+MUTABLE += [f"collections.{n}" for n in ("deque", "Counter", "OrderedDict", "defaultdict")]
+DTYPES = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
+DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and strings
 
 
 class Codec:
@@ -72,6 +87,28 @@ class Codec:
         keep = lambda error, *_, **named: error.__dict__.update(named=named)  # noqa: E731
         return type(name, bases, {**members, "__init__": keep})
 
+    def parts_of(self, error: BaseException | None) -> Any:
+        if error is None:
+            return None
+        itself = None if self.peer.is_strict else error
+        kind = type(error)
+        own = vars(builtins).get(kind.__name__) is kind
+        return kind.__name__ if own else kind, error.args, itself, self.parts_of(error.__cause__)
+
+    def error_of(self, kind: Any, args: Any, opaque: Any, cause: Any) -> BaseException:
+        kind = vars(builtins).get(kind) if isinstance(kind, str) else kind
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise self.peer.fail("the program sent something that is no exception")
+        try:
+            error = kind(*args)
+        except Exception:
+            error = kind.__new__(kind)
+            error.args = args
+        if isinstance(error, Extended):
+            vars(error)["opaque"] = opaque
+        error.__cause__ = None if cause is None else self.error_of(*cause)
+        return error
+
     def array(self, value: Any) -> Any:
         return value
 
@@ -81,8 +118,8 @@ class Codec:
         tree = self._tree(root, numbers, heap)
         entries = []
         for number, value in enumerate(heap):  # grows during the loop
-            items = [self._tree(item, numbers, heap) for item in items_of(value)]
-            entry = [number, MUTABLE.index(listed(type(value))), *items]
+            items = [self._tree(item, numbers, heap) for item in _items_of(value)]
+            entry = [number, MUTABLE.index(_listed(type(value))), *items]
             if number not in known or known[number] != as_json(entry):
                 entries.append(entry)
         return as_json([entries, tree])
@@ -99,7 +136,7 @@ class Codec:
         if issubclass(type(value), Opaque):
             self.passed.append(value._number_)
             return ["y", value._number_]
-        name = listed(kind)
+        name = _listed(kind)
         is_exact = name == f"{kind.__module__}.{kind.__qualname__}"
         if is_exact and name in MUTABLE:
             if id(value) not in numbers:
@@ -111,12 +148,12 @@ class Codec:
         if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             letter, size = value.dtype.kind, value.dtype.itemsize
             dtype = f"{letter}{size // 4 if letter == 'U' else size}"
-            if is_dtype(dtype):
+            if _is_dtype(dtype):
                 value = value.astype(value.dtype.newbyteorder("="))
                 return ["a", value.tobytes().hex(), dtype, *value.shape]
         if isinstance(value, (type, type(len))):
             own = vars(builtins).get(value.__name__) is value
-            if own and (self.peer.is_strict or is_plain_class(value)):
+            if own and (self.peer.is_strict or _is_plain_class(value)):
                 return ["k", value.__name__]
             if isinstance(value, type) and issubclass(value, BaseException):
                 return self.exception_tree(value)
@@ -124,8 +161,8 @@ class Codec:
         if name in MUTABLE:
             return ["h", number, MUTABLE.index(name)]
         if name:
-            return ["x", number, self._tree(plain_value(value, name), numbers, heap)]
-        if hasattr(kind, "__next__") and type(kind.__next__) is not type(listed):
+            return ["x", number, self._tree(plain_value(value), numbers, heap)]
+        if hasattr(kind, "__next__") and type(kind.__next__) is not type(_listed):
             return ["g", number, kind is GENERATOR]
         return ["w" if kind.__name__ == "coroutine" else "o", number]
 
@@ -140,7 +177,7 @@ class Codec:
             ]
             value = self._value(root, boxes)
             for box, items in filled:
-                fill(box, items)
+                _fill(box, items)
             heap[:] = (boxes[number] for number in range(len(boxes)))
         except Exception as error:
             why = f"the program sent something that is no message ({type(error).__name__})"
@@ -149,7 +186,7 @@ class Codec:
 
     def _box(self, boxes: dict[int, Any], tag: int, number: int) -> Any:
         if number not in boxes:
-            boxes[number] = class_of(MUTABLE[tag])()
+            boxes[number] = _class_of(MUTABLE[tag])()
         return boxes[number]
 
     def _value(self, tree: Any, boxes: dict[int, Any]) -> Any:
@@ -161,16 +198,16 @@ class Codec:
             case ["t", *parts]:
                 return tuple([self._value(part, boxes) for part in parts])
             case ["v", name, *parts] if name in FIXED and name not in PLAIN:
-                return make(name, class_of(name), *(self._value(part, boxes) for part in parts))
+                return _make(name, _class_of(name), *(self._value(part, boxes) for part in parts))
             case ["i", digits]:
                 return int(digits, 16)
             case ["E"]:
                 return ...
-            case ["a", data, dtype, *shape] if is_dtype(dtype):
+            case ["a", data, dtype, *shape] if _is_dtype(dtype):
                 numpy = __import__("numpy")
                 array = numpy.frombuffer(bytes.fromhex(data), dtype).reshape(shape).copy()
                 return self.array(array) if shape else array[()]
-            case ["k", name] if not self.peer.is_strict or is_plain_class(vars(builtins)[name]):
+            case ["k", name] if not self.peer.is_strict or _is_plain_class(vars(builtins)[name]):
                 return vars(builtins)[name]
             case ["y", number]:
                 return self.exported[number]
@@ -183,7 +220,7 @@ class Codec:
             case ["g", number, is_generator]:
                 return self._foreign("o", number, Stream, GENERATOR if is_generator else Stream)
             case ["h", number, tag]:
-                return self._foreign("o", number, Held, class_of(MUTABLE[tag]))
+                return self._foreign("o", number, Held, _class_of(MUTABLE[tag]))
             case ["o" | "w" as tag, number]:
                 opaque = self._foreign("o", number, Opaque)
                 return result_of("run", opaque) if tag == "w" else opaque
@@ -196,10 +233,65 @@ class Codec:
         return self.received[tag, number]
 
 
+def _listed(kind: type) -> str:
+    """Returns the first class on the closed list among a class and its bases, or ""."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((name for name in names if name in FIXED or name in MUTABLE), "")
+
+
+def _class_of(name: str) -> Any:
+    module, _, kind = name.partition(".")
+    return getattr(__import__(module), kind)
+
+
+def _is_plain_class(value: Any) -> bool:
+    if not isinstance(value, type) or issubclass(AssertionError, value):
+        return value is object  # a test that expects one of the others would accept all
+    names = {*FIXED, *MUTABLE, "builtins.bool"}
+    return f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
+
+
+def _is_dtype(dtype: str) -> bool:
+    return dtype in DTYPES or (dtype[0] in "US" and dtype[1:].isdecimal())
+
+
+def _make(name: str, kind: Any, *parts: Any) -> Any:
+    return getattr(kind, FIXED[name][1])(*parts) if FIXED[name][1] else kind(*parts)
+
+
+def plain_value(value: Any) -> Any:
+    """Converts an object to a value of its base class on the closed list."""
+    name = _listed(type(value))
+    if name in MUTABLE:
+        return _fill(_class_of(name)(), _items_of(value))
+    return _make(name, _class_of(name), *FIXED[name][0](value))
+
+
+def _items_of(value: Any) -> list[Any]:
+    """Returns the items of a container, read by its base's methods."""
+    kind = _class_of(_listed(type(value)))
+    if not issubclass(kind, dict):
+        return [*kind.__iter__(value)]
+    parts = [part for pair in kind.items(value) for part in pair]
+    return [value.default_factory, *parts] if hasattr(value, "default_factory") else parts
+
+
+def _fill(container: Any, items: list[Any]) -> Any:
+    container.clear()
+    if hasattr(container, "default_factory"):
+        container.default_factory, *items = items
+    if isinstance(container, dict):
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            container[key] = value
+    else:
+        (container.update if isinstance(container, set) else container.extend)(items)
+    return container
+
+
 def _extended(peer: Peer, number: int, plain: Any) -> Any:
-    name = listed(type(plain))
+    name = _listed(type(plain))
     kind: Any = type(f"program_{type(plain).__name__}", (Extended, type(plain)), {})
-    value = make(name, kind, *FIXED[name][0](plain))
+    value = _make(name, kind, *FIXED[name][0](plain))
     value.__dict__["opaque"] = Opaque(peer, number)
     return value
 

@@ -3,31 +3,18 @@
     judge    ask("call", sort, ([3, 1, 2],), {})
     program  sort([3, 1, 2]), then: the result is None, the first list is now [1, 2, 3]
 
-Values arrive as copies (copied_types.py), other objects stay in their process and arrive as proxies
-(proxies.py). Each operation on a proxy is a request to that process.
+A value arrives as a copy (messages.py). Any other object stays in its process and arrives as a
+proxy (proxies.py). Each operation on a proxy is a request to that process.
 """
 
 from __future__ import annotations
 
 import _thread
-import builtins
 import io
 import sys
 
-from grpo_cli.sandbox.messages import Codec, scan
-from grpo_cli.sandbox.proxies import (
-    CHANGING,
-    COMPARE,
-    COMPUTE,
-    COUNTED,
-    ENDING,
-    OPERATIONS,
-    TELLING,
-    CachedAnswers,
-    Extended,
-    Held,
-    Opaque,
-)
+from grpo_cli.sandbox.messages import Codec, plain_value, scan
+from grpo_cli.sandbox.proxies import COMPARE, COMPUTE, OPERATIONS, CachedAnswers, Held, Opaque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +23,11 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 16 << 20  # bytes
 MAX_PRINTED = 1 << 20  # characters that a call may print
+ENDING = ("next", "advance", "anext", "send")  # operations that may raise StopIteration
+CHANGING = {"call", "run", "anext", "next", "send", "enter", "exit"}
+CHANGING |= {"setattr", "delattr", "setitem", "delitem"}
+TELLING = ("sub", "mod", "xor", "and", "floordiv")  # f(3) - 10 is 0 if 10 is right
+COUNTED = {*COMPUTE} - {"lshift", "rshift", "or"}  # also f(3) + -10
 
 
 class BrokenError(BaseException):
@@ -54,7 +46,7 @@ class Peer:
     def __init__(self, source: int, sink: int, operations: dict[str, Callable[..., Any]]) -> None:
         self.source: Any = open(source, "rb", closefd=False)  # noqa: SIM115
         self.sink: Any = open(sink, "wb", closefd=False)  # noqa: SIM115
-        self.operations = {**OPERATIONS, **operations}
+        self.operations = {**OPERATIONS, "plain": plain_value, **operations}
         self.codec = self.codec_type(self)
         self.lock = _thread.RLock()
         self.seen: dict[int, Any] = {}  # a `CachedAnswers`, or the plain value of a `Held`
@@ -149,7 +141,7 @@ class Peer:
                 sys.stdout.write(printed)
             if kind == "=":
                 return outcome
-            raise self._raised(*outcome)
+            raise self.codec.error_of(*outcome)
 
     def reply(self, run: Callable[[], Any], heap: list[Any], known: dict[int, str]) -> bool:
         """Sends the outcome of a function; returns whether it succeeded."""
@@ -164,7 +156,7 @@ class Peer:
                 raise self.fail(f"AssertionError: {error}".rstrip(": ")) from None
             del heap[size:]
             kind, printed = "!", sys.stdout.getvalue()[:MAX_PRINTED]
-            outcome = self._raise_with(error)
+            outcome = self.codec.parts_of(error)
             try:
                 message = self.codec.message((outcome, printed), heap, known)
             except Exception:  # its arguments cannot be sent
@@ -174,28 +166,6 @@ class Peer:
             sys.stdout = stdout
         self._send(kind, message)
         return kind == "="
-
-    def _raise_with(self, error: BaseException | None) -> Any:
-        if error is None:
-            return None
-        itself = None if self.is_strict else error
-        kind = type(error)
-        own = vars(builtins).get(kind.__name__) is kind
-        return kind.__name__ if own else kind, error.args, itself, self._raise_with(error.__cause__)
-
-    def _raised(self, kind: Any, args: Any, opaque: Any, cause: Any) -> BaseException:
-        kind = vars(builtins).get(kind) if isinstance(kind, str) else kind
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise self.fail("the program sent something that is no exception")
-        try:
-            error = kind(*args)
-        except Exception:
-            error = kind.__new__(kind)
-            error.args = args
-        if isinstance(error, Extended):
-            vars(error)["opaque"] = opaque
-        error.__cause__ = None if cause is None else self._raised(*cause)
-        return error
 
     # The pipes: one line per message
 

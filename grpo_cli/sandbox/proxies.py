@@ -6,8 +6,6 @@ import _operator
 import builtins
 import itertools
 
-from grpo_cli.sandbox.copied_types import listed, plain_value
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -17,23 +15,19 @@ if TYPE_CHECKING:
 
 MAX_COMPARED = 10_000  # items of an iteration that are checked against the object's other answers
 
-COMPARE, COMPUTE, UNARY, BUILTIN, ENDING, CHANGING, READABLE = map(
+COMPARE, COMPUTE, UNARY, BUILTIN, READABLE = map(
     str.split,
     (
         "eq ne lt le gt ge",
         "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor",
         "neg pos invert",
         "str repr bool hash format dir next setattr delattr aiter",
-        "next advance anext send",  # may raise StopIteration
-        "call run anext next send setattr delattr setitem delitem enter exit",
         # Dunder names. Libraries look up other ones and trust the results.
         "name qualname module doc dict bases mro wrapped cause context notes members",
     ),
 )
 IN_PLACE = [f"i{name}" for name in COMPUTE]
 SEEN = ("len", "iter", "getitem", "contains")
-TELLING = ("sub", "mod", "xor", "and", "floordiv")  # f(3) - 10 is 0 if 10 is right
-COUNTED = {*COMPUTE} - {"lshift", "rshift", "or"}  # also f(3) + -10
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{n: getattr(_operator, n + "_" * (n in ("and", "or"))) for n in (*COMPARE, *COMPUTE, *UNARY)},
     **{n: getattr(_operator, n) for n in (*IN_PLACE, *SEEN[2:], "setitem", "delitem")},
@@ -51,7 +45,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "deepcopy": lambda value: __import__("copy").deepcopy(value),
     "run": lambda awaitable: _run(awaitable),
     "anext": lambda iterator: _run(anext(iterator)),
-    "plain": lambda value: plain_value(value, listed(type(value))),
 }
 
 
