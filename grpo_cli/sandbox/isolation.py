@@ -209,9 +209,8 @@ def _bubblewrapped(
     if "size" in left_out:
         guards.append(Guard("hard limit on files", False, "this bubblewrap does not know --size"))
     if "proc" in left_out:
-        guards.append(
-            Guard("limit on the memory of all processes", False, "/proc cannot be mounted here")
-        )
+        name = "limit on the memory of all processes"
+        guards.append(Guard(name, False, "/proc cannot be mounted here"))
     visible = tuple(moved.get(path, path) for path in sys_path)
     return SandboxLevel("namespaces", tuple(guards), tuple(command), becomes, visible)
 

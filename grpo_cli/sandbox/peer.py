@@ -94,8 +94,6 @@ class Peer:
         self.broken = why if self.broken is None else self.broken
         return BrokenError(why)
 
-    # Requests and replies
-
     def ask(self, name: str, *arguments: Any) -> Any:
         """Makes the other side perform an operation; returns its result or raises its error."""
         with self.lock:

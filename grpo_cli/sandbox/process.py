@@ -78,8 +78,6 @@ class ProgramResult:
     test_passed: bool = False  # whether the run's test, if any, ran to its end
 
 
-LOST = ProgramResult("lost")
-
 # Code of setup and snippet, argument of `check`, names of the tests to call, the program's names,
 # and packages that the tests import.
 Test = tuple[list[Any], str | None, list[str], list[str], list[str]]
@@ -162,12 +160,10 @@ class Sandbox:
             os.close(self.call_filter)
 
     def _rlimits(self) -> list[tuple[str, int]]:
-        limits = self.limits
+        limits, level = self.limits, self.level
         # The judge runs as the program's user and counts too, as does a runner that keeps its user.
-        processes = limits.processes + (1 if self.level.becomes == "inside" else 2)
-        if self.uid == NOBODY or not (
-            self.uid or (self.level.has_own_pids and _counts_by_namespace())
-        ):
+        processes = limits.processes + (1 if level.becomes == "inside" else 2)
+        if not self.own_uid and (self.uid or not (level.has_own_pids and _counts_by_namespace())):
             # The kernel also counts the user's other processes.
             processes += _count_tasks(self.uid or os.geteuid())
         cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
@@ -252,12 +248,12 @@ class Sandbox:
         try:
             finished = self._receive(self.limits.seconds + GRACE_SECONDS)
         except EOFError:  # ended by the program, or along with it by a kernel short of memory
-            finished = LOST
+            finished = ProgramResult("lost")
         except TimeoutError as error:
             # Only a program with its runner's user can have blocked the runner.
             if self.level.becomes is not None:
                 raise SandboxError(str(error)) from None
-            finished = LOST
+            finished = ProgramResult("lost")
         if finished.status == "failed":  # before any program has run
             raise SandboxError(finished.stdout)
         status = "timeout" if finished.status == "cpu" else finished.status

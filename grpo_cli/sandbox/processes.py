@@ -76,11 +76,10 @@ def _children_by_search(parent: int) -> list[int]:
     for name in os.listdir("/proc"):
         try:
             with open(f"/proc/{name}/stat") as file:
-                is_child = int(file.read().rpartition(")")[2].split()[1]) == parent
+                if int(file.read().rpartition(")")[2].split()[1]) == parent:
+                    children.append(int(name))
         except (OSError, ValueError):
-            continue
-        if is_child:
-            children.append(int(name))
+            pass
     return children
 
 

@@ -138,7 +138,7 @@ def _run(settings: RunnerSettings, number: int, seconds: float, folder: str) -> 
         file.write((stdin or "").encode(errors="surrogatepass"))
     os.lseek(given, 0, os.SEEK_SET)
     ours, theirs = zip(*(os.pipe() for _ in range(4)), strict=True)
-    out, err, verdict, problem = ours
+    *outputs, problem = ours  # stdout, stderr and the verdict
     questions: tuple[int, ...] = os.pipe() if stdin is None else ()
     answers: tuple[int, ...] = os.pipe() if stdin is None else ()
     start = time.monotonic()
@@ -157,10 +157,8 @@ def _run(settings: RunnerSettings, number: int, seconds: float, folder: str) -> 
     try:
         if text := os.read(problem, 1000):  # closed when the child is ready to run the program
             raise CannotStartError(text.decode(errors="replace"))
-        end = time.monotonic() + seconds
-        texts = {out: bytearray(), err: bytearray(), verdict: bytearray()}
-        monitor = _Monitor(settings, judge, folder, texts)
-        status = monitor.until(end)
+        monitor = _Monitor(settings, judge, folder, outputs)
+        status = monitor.until(time.monotonic() + seconds)
         took = time.monotonic() - start
     finally:
         processes.kill_all(settings.has_own_pids)
@@ -187,17 +185,15 @@ def _run(settings: RunnerSettings, number: int, seconds: float, folder: str) -> 
 class _Monitor:
     """Collects the output of a child until it ends or must be ended."""
 
-    def __init__(
-        self, settings: RunnerSettings, child: int, folder: str, texts: dict[int, bytearray]
-    ) -> None:
+    def __init__(self, settings: RunnerSettings, child: int, folder: str, fds: list[int]) -> None:
         self.settings = settings
         self.child = child
         self.folders = settings.in_memory or [folder]
-        self.texts = texts
+        self.texts = {fd: bytearray() for fd in fds}
         self.is_over_full = False
         self.poll = select.poll()
-        self.open = set(texts)
-        for fd in texts:
+        self.open = set(fds)
+        for fd in fds:
             os.set_blocking(fd, False)
             self.poll.register(fd, select.POLLIN)
 

@@ -76,11 +76,11 @@ def sweep(parent: str | None = None) -> int:
         except OSError:
             continue
         if lock is not None:
-            _kill_marked(path)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as at_end:
+                at_end.callback(os.close, lock)
+                _kill_marked(path)
                 remove(path)
                 count += 1
-            os.close(lock)
     return count
 
 
