@@ -90,9 +90,13 @@ class RewardExecutor:
     def pool(self) -> Pool:
         """The worker processes, started on first use."""
         if self._pool is None:
-            workers = self.config.workers or own_cores()
-            self._pool = Pool(workers, self.config.worker_memory_gb, sorted(self.preload))
+            self._pool = Pool(self.workers, self.config.worker_memory_gb, sorted(self.preload))
         return self._pool
+
+    @property
+    def workers(self) -> int:
+        """The number of worker processes: scoring.workers, or this process's share of the cores."""
+        return self.config.workers or own_cores()
 
     def close(self) -> None:
         """Stops the workers and the event loop."""
