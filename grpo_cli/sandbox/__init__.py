@@ -1,9 +1,8 @@
 """Runs untrusted programs in separate processes, with resource limits and namespaces.
 
 Start with `api.run`, then `isolation.find_level` (the guards that work here) and `process.Sandbox`
-(one program's process); runner.py is the program inside it, and child.py what it forks. judge.py
-runs tests in another process than the program; peer.py connects the two. Importing this package is
-cheap: it uses only the standard library, so that reward functions can use it.
+(one program's process). Inside, runner.py forks the children of child.py; peer.py connects the
+program's with judge.py, which tests it. Imports only the standard library, for reward functions.
 """
 
 from grpo_cli.sandbox.api import SandboxResult, grade, prepare, run

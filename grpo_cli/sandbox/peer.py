@@ -154,7 +154,7 @@ class Peer:
                 raise self.fail(f"AssertionError: {error}".rstrip(": ")) from None
             del heap[size:]
             kind, printed = "!", sys.stdout.getvalue()[:MAX_PRINTED]
-            outcome = self.codec.parts_of(error)
+            outcome = self.codec.error_parts(error)
             try:
                 message = self.codec.message((outcome, printed), heap, known)
             except Exception:  # its arguments cannot be sent
@@ -165,8 +165,6 @@ class Peer:
         self._send(kind, message)
         return kind == "="
 
-    # The pipes: one line per message
-
     def _send(self, kind: str, text: str) -> None:
         try:
             self.sink.write(f"{kind}{text}\n".encode())
@@ -175,6 +173,7 @@ class Peer:
             raise self.fail("") from None
 
     def _receive(self) -> tuple[str, Any]:
+        """Returns the kind and the tree of the next message, which is a line."""
         try:
             line = self.source.readline(MAX_MESSAGE)
             if len(line) == MAX_MESSAGE:
