@@ -37,11 +37,11 @@ class TemporaryFolder:
         os.close(self.lock)
 
 
-def _locked(path: str) -> int | None:
-    """Opens a folder of this user and locks it; None if its sandbox holds the lock."""
+def _locked(path: str, owner: int | None = None) -> int | None:
+    """Opens and locks a folder; None if its sandbox holds the lock, or it has another owner."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     with contextlib.suppress(BlockingIOError):
-        if os.fstat(fd).st_uid == os.geteuid():
+        if owner in (None, os.fstat(fd).st_uid):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return fd
     os.close(fd)
@@ -72,7 +72,7 @@ def sweep(parent: str | None = None) -> int:
     names = os.listdir(parent) if os.path.isdir(parent) else []
     for path in (os.path.join(parent, name) for name in names if name.startswith(PREFIX)):
         try:
-            lock = _locked(path)
+            lock = _locked(path, os.geteuid())
         except OSError:
             continue
         if lock is not None:
