@@ -152,7 +152,7 @@ def main() -> int:
         print("done", file=supervisor.log.screen)
     except BaseException as error:
         supervisor.report(error)
-        supervisor.leave(1)
+        supervisor.ending.leave(1)
     supervisor.close()
     dist.destroy_process_group()
     return code

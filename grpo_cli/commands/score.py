@@ -30,7 +30,8 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.scoring.calls import BoundReward, RewardExecutor
+from grpo_cli.scoring.bound_reward import BoundReward
+from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession
 from grpo_cli.training.scorers import MADE_UP
 

@@ -68,18 +68,18 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
     stop.send = supervisor.send_stop
     stop.received = lambda: supervisor.stop_signal
     stop.is_aftermath = lambda: supervisor.has_failed
-    supervisor.is_starting = lambda: not stop.started
-    supervisor.ends_at = lambda: stop.ends_at
-    supervisor.is_saving = checkpointer.is_being_written
+    supervisor.ending.is_starting = lambda: not stop.started
+    supervisor.ending.ends_at = lambda: stop.ends_at
+    supervisor.ending.is_saving = checkpointer.is_being_written
     live: Run | None = None
     try:
         live = build.build(prepared, command, workers, stop, features)
-        supervisor.on_failure = partial(live.reporter.status.end, "failed")
+        supervisor.ending.on_failure = partial(live.reporter.status.end, "failed")
         with without_long_pauses():
             loop.train(live)
     except StoppedWhileStarting as early:
         if not supervisor.send_stop_now(early.signal):  # another process failed: torchrun's signal
-            supervisor.leave(1)
+            supervisor.ending.leave(1)
         supervisor.close()
         raise
     except KeyboardInterrupt as error:  # a second Ctrl-C
@@ -103,7 +103,7 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
             cause = supervisor.failure  # it may have caused this process's error
             live.close(error if cause is None else TrainingError(cause.text))
         if workers.size > 1:
-            supervisor.leave(exit_code(error))
+            supervisor.ending.leave(exit_code(error))
         stop.release()
         supervisor.close()
         raise

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -64,22 +64,15 @@ def shard(
         reduce_dtype=None if model.dtype == torch.float64 else torch.float32,
     )
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": types, "offload_policy": policy}
     settable = model._can_set_attn_implementation()
     for layer in layers(model):
         materialize(layer, device)
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=types,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=placement,
-            offload_policy=policy,
-        )
+        reshard = reshard_after_forward
+        fully_shard(layer, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
     materialize(model, device)
     # Embeddings and head are used first and last, so they stay gathered in between.
-    fully_shard(
-        model, mesh=mesh, mp_policy=types, reshard_after_forward=False, offload_policy=policy
-    )
+    fully_shard(model, reshard_after_forward=False, **options)
     # transformers reads it from the source of the model's class, which FSDP has replaced.
     type(model)._can_set_attn_implementation_cached_value = settable
     for part in model.modules():
@@ -87,7 +80,7 @@ def shard(
             # Sum gradients: losses are already divided by the global count.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-    setattr(model, WITHIN, MethodType(_call, model))
+    setattr(model, WITHIN, MethodType(lambda model, compute: compute(), model))
     register_fsdp_forward_method(model, WITHIN)
     return model
 
@@ -149,10 +142,6 @@ def within(model: nn.Module, compute: Callable[[], T]) -> T:
         return compute()
     result: T = getattr(model, WITHIN)(compute)
     return result
-
-
-def _call(model: nn.Module, compute: Callable[[], T]) -> T:
-    return compute()
 
 
 @contextlib.contextmanager

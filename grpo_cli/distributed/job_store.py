@@ -46,9 +46,7 @@ class JobStore:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "-")
         self._job = f"grpo/{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._messages = 0
-        self.seen: dict[
-            int, PublishedState
-        ] = {}  # last state of each process, as found by `survey`
+        self.seen: dict[int, PublishedState] = {}  # last state of each process in `survey`
         self._store = self._connect()
         self._whos: dict[int, dict[str, Any]] = {}  # identities of the processes by rank
         who = {"pid": os.getpid(), "started": psutil.Process().create_time(), **_place()}

@@ -35,8 +35,7 @@ class ProcessLog:
         """Redirects output to the log, except on rank 0; `screen` remains the terminal."""
         if self.rank == 0:
             return
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_output()
         terminal = os.dup(2)
         self.screen = open(terminal, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
         log = os.open(self.path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -91,6 +90,13 @@ def write_error_file(text: str, when: float) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(when))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def flush_output() -> None:
+    """Flushes stdout and stderr, unless they are closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed import heartbeat, stall_diagnosis
 from grpo_cli.distributed.job_store import Failure, JobStore, is_alive, is_local
-from grpo_cli.distributed.process_log import ProcessLog, within, write_error_file
+from grpo_cli.distributed.process_log import ProcessLog, flush_output, within, write_error_file
 from grpo_cli.distributed.stall_diagnosis import PublishedState
 from grpo_cli.distributed.stop_signal import WAKE
 from grpo_cli.errors import TrainingError, UserError
@@ -71,22 +71,13 @@ class Supervisor:
         self.log = ProcessLog(Path(folder) / "logs", rank)
         self.stall = stall_minutes * 60 if stall_minutes else None
         self.stop_signal: int | None = None  # the signal that some process received
-        self.failure: Failure | None = None  # the job's first failure
-        self.is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
-        self.is_starting: Callable[[], bool] = lambda: False  # whether a signal ends it immediately
-        self.ends_at: Callable[[], float | None] = lambda: None  # unix time of the end, if known
-        self.on_failure: Callable[[str], None] = lambda text: None  # before this process ends
         self._error: BaseException | None = None  # error of this process
-        self._reports = False  # whether this process has reported the failure
-        self._code = 1
-        self._leave_at: float | None = None
-        self._failed_at = 0.0  # time at which the failure was published or became known
-        self._stopped_at: float | None = None  # time of another process's signal during the start
         self._unsent: tuple[int, float] | None = None  # signal to publish, and its time
         self._closing = False
         self._logged: set[str] = set()  # errors of the supervisor itself
 
         self.poll = POLL_SECONDS if self.stall is None else min(POLL_SECONDS, self.stall / 10)
+        self.ending = Ending(rank, size, self.log, self.poll)
         # A process whose thread has not run for this long counts as frozen.
         self.silent = max(4 * self.poll, min(5.0, (self.stall or 60.0) / 2))
         self._polled_at = time.monotonic()
@@ -116,30 +107,24 @@ class Supervisor:
         """
         if self._error is not None:
             return
-        self._error, self._code = error, code
+        self._error, self.ending.code = error, code
         trace = masked("".join(traceback.format_exception(error)))
         self.log.write(trace)
         text = masked(f"{getattr(error, 'where', None) or heartbeat.where()}: {_message(error)}")
         if self._store is not None and _is_consequence(error):
             self._wait_for_cause()
-        self._reports = self._post(Failure(self.rank, text, time.time(), self.rank))
-        self._leave_at = time.monotonic() + CLEANUP_SECONDS
+        self.ending.reports = self._post(Failure(self.rank, text, time.time(), self.rank))
+        self.ending.leave_at = time.monotonic() + CLEANUP_SECONDS
         self._wake()
-        if self._reports:
+        if self.ending.reports:
             write_error_file(text, time.time())
             is_expected = isinstance(error, UserError | TrainingError | KeyboardInterrupt)
             self.log.print(f"{'' if is_expected else trace}grpo: {text}")
 
-    def leave(self, code: int) -> NoReturn:
-        """Ends a failed process, regardless of its other threads.
-
-        The reporting process stays until the others have read the failure, in case the store ends
-        with it. The others stay until it has ended, so that torchrun names it first.
-        """
-        if self.size > 1:
-            stay = self.poll + 0.5 if self._reports else OTHERS_SECONDS
-            time.sleep(max(0.0, self._failed_at + stay - time.monotonic()))
-        self._exit(code)
+    @property
+    def failure(self) -> Failure | None:
+        """The job's first failure."""
+        return self.ending.failure
 
     @property
     def has_failed(self) -> bool:
@@ -196,14 +181,12 @@ class Supervisor:
     def _post(self, failure: Failure) -> bool:
         """Publishes a failure; returns whether it is the first one."""
         with self._lock:
-            if self.failure is None:
-                self.failure = failure  # without a store the order is unknown, so report it
+            first = self.failure or failure  # without a store the order is unknown, so report it
+            if self.failure is None and self._store is not None:
                 with contextlib.suppress(RuntimeError):
-                    if self._store is not None:
-                        self.failure = self._store.post_failure(failure)
-            self._failed_at = time.monotonic()
-            self._leave_at = self._leave_at or self._failed_at + GRACE_SECONDS
-            return self.failure == failure
+                    first = self._store.post_failure(failure)
+            self.ending.begin(first)
+            return first == failure
 
     def _post_stop(self, number: int) -> None:
         if self.stop_signal is None:
@@ -217,13 +200,11 @@ class Supervisor:
             if self._store is None:
                 return
             if self.failure is None and (failure := self._store.failure()) is not None:
-                self.failure = failure
-                self._failed_at = time.monotonic()
-                self._leave_at = self._leave_at or self._failed_at + GRACE_SECONDS
+                self.ending.begin(failure)
             if self.stop_signal is None and (stop := self._store.stop()) is not None:
                 self.stop_signal = stop["signal"]
-                if stop["rank"] != self.rank and self.is_starting():
-                    self._stopped_at = time.monotonic()
+                if stop["rank"] != self.rank and self.ending.is_starting():
+                    self.ending.stopped_at = time.monotonic()
 
     def _survey(self) -> dict[int, PublishedState]:
         """Returns the states of all processes that have not ended cleanly."""
@@ -249,7 +230,7 @@ class Supervisor:
                 if repr(error) not in self._logged:
                     self._logged.add(repr(error))
                     self.log.write("".join(traceback.format_exception(error)))
-            self._end_if_due()
+            self.ending.end_if_due(self.stop_signal)
             is_quiet = self.failure is None and self._unsent is None
             with contextlib.suppress(queue.Empty):
                 self._wakes.get(timeout=self.poll if is_quiet else 0.1)
@@ -280,38 +261,6 @@ class Supervisor:
         if self.failure is None and self.stall is not None:
             self._look_for_stall(now, self.stall)
 
-    def _end_if_due(self) -> None:
-        """Ends this process if its time has expired."""
-        if self.failure is not None and self.failure.is_stall:
-            self._end_stalled(self.failure)
-        now = time.monotonic()
-        if self._stopped_at is not None and now > self._stopped_at + GRACE_SECONDS:
-            self._stopped_at = None
-            if self.is_starting():  # it waits in C++ for another process that has ended
-                self._exit(128 + (self.stop_signal or signal.SIGTERM))
-        if heartbeat.is_calling():
-            self._end_call()
-        if self._leave_at is not None and self.is_saving():  # closing follows
-            until = min(now + CLOSING_SECONDS, self._failed_at + SAVING_SECONDS)
-            self._leave_at = max(self._leave_at, until)
-        if self._leave_at is not None and now > self._leave_at:
-            self._exit(self._code)
-
-    def _end_call(self) -> None:
-        """Interrupts a user's function that outlasts the run; later ends the process.
-
-        A function can catch the interrupt, and does not receive it while in C code.
-        """
-        leave, ends_at = heartbeat.leave, self.ends_at()
-        if leave is not None and leave():
-            signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
-        if ends_at is not None and time.time() > ends_at + GRACE_SECONDS:
-            self.log.print(
-                f"grpo: {heartbeat.where()}: a reward function, or the source of streamed "
-                "rows, does not return; ended without saving this step."
-            )
-            self._exit(128 + (self.stop_signal or signal.SIGTERM))
-
     def _look_for_lost(self) -> None:
         """Reports a process of this machine that has ended, unless it ended cleanly."""
         if self._store is not None and self.failure is None and (ended := self._store.ended()):
@@ -326,7 +275,13 @@ class Supervisor:
             f"{self._name(rank)} {what}; it was last in {running[rank].doing}; what it left is in "
             f"{self.log.folder}/."
         )
-        self._report_other(Failure(rank, text, time.time(), self.rank))
+        self._report_other(rank, text)
+
+    def _report_other(self, rank: int, text: str, frozen: Sequence[Any] | None = None) -> None:
+        """Reports the failure of another process, a stall if `frozen` lists those to be killed."""
+        stall = (frozen is not None, list(frozen or ()))
+        if self._post(Failure(rank, text, time.time(), self.rank, *stall)):
+            self.log.print(f"grpo: {text}")
 
     def _handle_lost_store(self, error: RuntimeError) -> None:
         """Handles an unresponsive store: torchrun on the first node, or that node, has ended."""
@@ -339,18 +294,11 @@ class Supervisor:
                 f"the job's store at {host}:{port} is gone: torchrun there has ended, or its node; "
                 f"process {self.rank} on {heartbeat.node()} ends as well."
             )
-            self.failure = Failure(0, text, time.time(), self.rank)
-            self._leave_at = now + GRACE_SECONDS
+            self.ending.failure = Failure(0, text, time.time(), self.rank)
+            self.ending.leave_at = now + GRACE_SECONDS
             print(f"grpo: {text} ({error})", file=sys.stderr)
             if os.environ.get("LOCAL_RANK", "0") == "0" and self.rank > 0:
                 self.log.print(f"grpo: {text}")
-
-    def _report_other(self, failure: Failure) -> None:
-        """Reports the failure of another process."""
-        if self._post(failure):
-            self.log.print(f"grpo: {failure.text}")
-
-    # Stalls.
 
     def _look_for_stall(self, now: float, stall: float) -> None:
         """Reports a stall, on the first process, if no process had a heartbeat for too long."""
@@ -363,17 +311,7 @@ class Supervisor:
         if found := stall_diagnosis.diagnose(running, silent, now, stall, self._name):
             rank, text = found[0], f"{found[1]}; stacks in {self.log.folder}/."
             frozen = [self._store.who(rank) for rank in silent] if self._store else []
-            self._report_other(Failure(rank, text, time.time(), self.rank, True, frozen))
-
-    def _end_stalled(self, stall: Failure) -> NoReturn:
-        """Dumps the stacks of this process, kills silent ones on its machine, and exits."""
-        self.log.dump_stacks(stall.text)
-        _kill([process for process in stall.frozen if is_local(process)])
-        # The reporting process ends last, so that its message is the last on the screen.
-        time.sleep(1.0 if stall.reporter == self.rank else 0.0)
-        self._exit(1)
-
-    # Ending.
+            self._report_other(rank, text, frozen)
 
     def _wait_for_cause(self) -> None:
         """Waits for another process's failure, which may have caused this process's error.
@@ -396,28 +334,102 @@ class Supervisor:
                 for rank in silent[:1]:
                     self._report_lost(rank, "gives no answer (killed, or a lost node)", running)
 
-    def _exit(self, code: int) -> NoReturn:
+    def _wake(self) -> None:
+        self._wakes.put(None)
+
+
+class Ending:
+    """The end of this process: its cause, the time that it may still take, and its exit."""
+
+    def __init__(self, rank: int, size: int, log: ProcessLog, poll: float) -> None:
+        """Initializes it for a job of `size` processes that read the store every `poll` seconds."""
+        self.rank, self.size, self.log, self.poll = rank, size, log, poll
+        self.failure: Failure | None = None  # the job's first failure
+        self.reports = False  # whether this process has reported the failure
+        self.code = 1  # exit code
+        self.failed_at = 0.0  # time at which the failure was published or became known
+        self.leave_at: float | None = None  # time at which this process is ended
+        self.stopped_at: float | None = None  # time of another process's signal during the start
+        self.is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
+        self.is_starting: Callable[[], bool] = lambda: False  # whether a signal ends it immediately
+        self.ends_at: Callable[[], float | None] = lambda: None  # unix time of the end, if known
+        self.on_failure: Callable[[str], None] = lambda text: None  # before this process ends
+
+    def begin(self, failure: Failure) -> None:
+        """Records the job's first failure: this process must end within GRACE_SECONDS."""
+        self.failure = failure
+        self.failed_at = time.monotonic()
+        self.leave_at = self.leave_at or self.failed_at + GRACE_SECONDS
+
+    def end_if_due(self, stop_signal: int | None) -> None:
+        """Ends this process if its time has expired."""
+        if self.failure is not None and self.failure.is_stall:
+            self._end_stalled(self.failure)
+        now = time.monotonic()
+        if self.stopped_at is not None and now > self.stopped_at + GRACE_SECONDS:
+            self.stopped_at = None
+            if self.is_starting():  # it waits in C++ for another process that has ended
+                self.exit(128 + (stop_signal or signal.SIGTERM))
+        if heartbeat.is_calling():
+            self._end_call(stop_signal)
+        if self.leave_at is not None and self.is_saving():  # closing follows
+            until = min(now + CLOSING_SECONDS, self.failed_at + SAVING_SECONDS)
+            self.leave_at = max(self.leave_at, until)
+        if self.leave_at is not None and now > self.leave_at:
+            self.exit(self.code)
+
+    def leave(self, code: int) -> NoReturn:
+        """Ends a failed process, regardless of its other threads.
+
+        The reporting process stays until the others have read the failure, in case the store ends
+        with it. The others stay until it has ended, so that torchrun names it first.
+        """
+        if self.size > 1:
+            stay = self.poll + 0.5 if self.reports else OTHERS_SECONDS
+            time.sleep(max(0.0, self.failed_at + stay - time.monotonic()))
+        self.exit(code)
+
+    def exit(self, code: int) -> NoReturn:
         """Ends the process now, regardless of its other threads."""
-        if self.failure is not None and not self._reports:
+        if self.failure is not None and not self.reports:
             # One second after the cause: torchrun treats the earliest error as the root.
             write_error_file(f"ended after this: {self.failure.text}", self.failure.time + 1)
         if (failure := self.failure) is not None:
             within(1.0, lambda: self.on_failure(failure.text))
-        within(1.0, _flush)
+        within(1.0, flush_output)
         self.log.discard_empty()
         os._exit(code)
 
-    def _wake(self) -> None:
-        self._wakes.put(None)
+    def _end_call(self, stop_signal: int | None) -> None:
+        """Interrupts a user's function that outlasts the run; later ends the process.
+
+        A function can catch the interrupt, and does not receive it while in C code.
+        """
+        leave, ends_at = heartbeat.leave, self.ends_at()
+        if leave is not None and leave():
+            signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+        if ends_at is not None and time.time() > ends_at + GRACE_SECONDS:
+            self.log.print(
+                f"grpo: {heartbeat.where()}: a reward function, or the source of streamed "
+                "rows, does not return; ended without saving this step."
+            )
+            self.exit(128 + (stop_signal or signal.SIGTERM))
+
+    def _end_stalled(self, stall: Failure) -> NoReturn:
+        """Dumps the stacks of this process, kills silent ones on its machine, and exits."""
+        self.log.dump_stacks(stall.text)
+        _kill([process for process in stall.frozen if is_local(process)])
+        # The reporting process ends last, so that its message is the last on the screen.
+        time.sleep(1.0 if stall.reporter == self.rank else 0.0)
+        self.exit(1)
 
 
 def _is_consequence(error: BaseException) -> bool:
     """Returns whether an error may mean that another process has ended or not started."""
     link: BaseException | None = error
     while link is not None:
-        if isinstance(link, dist.DistError):
-            return True
-        if isinstance(link, RuntimeError) and _LOST.search(str(link)):
+        is_runtime = isinstance(link, RuntimeError)
+        if isinstance(link, dist.DistError) or (is_runtime and _LOST.search(str(link))):
             return True
         link = link.__cause__
     return False
@@ -451,9 +463,3 @@ def _send(process: dict[str, Any], number: int) -> None:
     with contextlib.suppress(OSError):
         if is_alive(process):
             os.kill(process["pid"], number)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()

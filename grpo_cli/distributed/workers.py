@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp, heartbeat
 from grpo_cli.distributed.heartbeat import Interrupt, waiting
+from grpo_cli.distributed.process_log import flush_output
 from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.errors import TrainingError, UserError
 
@@ -297,9 +298,7 @@ def exit_process(code: int) -> NoReturn:
     if not _groups:
         sys.exit(code)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    flush_output()
     os._exit(code)
 
 

@@ -3,10 +3,7 @@
     finished = run("print(input()[::-1])", stdin="abc")
     result = grade("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 4"])
 
-isolation.py finds the level of guards that works on this machine, process.py runs one sandbox, and
-runner.py is the program inside it. judge.py runs tests in another process than the program;
-messages.py connects the two. docs/sandbox.md lists what each level prevents. Importing this module
-is cheap: it uses only the standard library.
+docs/sandbox.md lists what each level of guards prevents.
 """
 
 from __future__ import annotations

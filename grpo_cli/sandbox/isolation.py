@@ -13,21 +13,38 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from grpo_cli.sandbox import process
-from grpo_cli.sandbox.process import (
-    IN_MEMORY,
-    NOBODY,
-    Guard,
-    Limits,
-    Sandbox,
-    SandboxError,
-    SandboxLevel,
-)
+from grpo_cli.sandbox.process import IN_MEMORY, NOBODY, Limits, Sandbox, SandboxError
 from grpo_cli.sandbox.system_calls import call_filter
 
 GUARDS = ("auto", "namespaces", "limits")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One protection of a sandbox."""
+
+    name: str
+    on: bool
+    detail: str  # how it works, or why it is off
+
+
+@dataclass(frozen=True)
+class SandboxLevel:
+    """A tested way to start programs on this machine."""
+
+    name: str  # "namespaces" or "limits"
+    guards: tuple[Guard, ...]
+    command: tuple[str, ...] = ()  # words before the interpreter
+    becomes: str | None = None  # where it changes its user: "inside", "outside"; None: nowhere
+    sys_path: tuple[str, ...] = ()  # added to the interpreter's own
+
+    @property
+    def has_own_pids(self) -> bool:
+        return self.name == "namespaces"
 
 
 def describe(guards: str = "auto", site_packages: bool = False) -> str:
@@ -101,21 +118,11 @@ def _namespaces(path: str, site_packages: bool) -> tuple[SandboxLevel | None, st
 @functools.cache
 def _limits(site_packages: bool) -> SandboxLevel:
     becomes = "inside" if _may_change_user() else None
-    off = [
-        Guard(name, False, 'guards is "limits"')
-        for name in ("own files", "no network", "own processes")
-    ]
-    level = SandboxLevel(
-        "limits",
-        (
-            *_BASIC,
-            _user_guard(becomes, "this process is not root"),
-            _calls_guard(),
-            *off,
-        ),
-        becomes=becomes,
-        sys_path=_site_folders() if site_packages else (),
-    )
+    names = ("own files", "no network", "own processes")
+    off = [Guard(name, False, 'guards is "limits"') for name in names]
+    guards = (*_BASIC, _user_guard(becomes, "this process is not root"), _calls_guard(), *off)
+    sys_path = _site_folders() if site_packages else ()
+    level = SandboxLevel("limits", guards, becomes=becomes, sys_path=sys_path)
     _try(level)
     return level
 
@@ -202,9 +209,8 @@ def _bubblewrapped(
     if "size" in left_out:
         guards.append(Guard("hard limit on files", False, "this bubblewrap does not know --size"))
     if "proc" in left_out:
-        guards.append(
-            Guard("limit on the memory of all processes", False, "/proc cannot be mounted here")
-        )
+        name = "limit on the memory of all processes"
+        guards.append(Guard(name, False, "/proc cannot be mounted here"))
     visible = tuple(moved.get(path, path) for path in sys_path)
     return SandboxLevel("namespaces", tuple(guards), tuple(command), becomes, visible)
 

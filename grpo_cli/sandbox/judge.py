@@ -1,7 +1,7 @@
 """Runs a data set's tests on the program, in the judge's process.
 
 This process holds the tests and the channel of the verdict. The program runs in another process,
-see messages.py. From the row alone, api.py decides which names a test looks up there.
+see peer.py. From the row alone, api.py decides which names a test looks up there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import builtins
 import os
 import sys
 
-from grpo_cli.sandbox.messages import Opaque, Peer, opaque_of
+from grpo_cli.sandbox.messages import Codec
+from grpo_cli.sandbox.peer import Peer
+from grpo_cli.sandbox.proxies import Opaque, opaque_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -127,10 +129,31 @@ def _methods(test: type) -> Iterator[Any]:
             yield getattr(instance, name)
 
 
+class JudgeCodec(Codec):
+    """Sends no object of a test that a program must not use, and guards arrays that arrive."""
+
+    def export(self, value: Any) -> int:
+        kind = type(value)
+        is_case = any(base.__module__ == "unittest.case" for base in kind.__mro__)
+        is_open = callable(value) or hasattr(kind, "__next__") or kind.__module__ in OWN
+        if is_open and not is_case:
+            return super().export(value)
+        raise TypeError(f"an object of the type {kind.__name__} cannot be passed to a program")
+
+    def exception(self, number: int, name: str, module: str, base: Any) -> Any:
+        if f"{module}.{name}" in EXCEPTIONS and module in sys.modules:
+            return getattr(sys.modules[module], name)
+        return super().exception(number, name, module, base)
+
+    def array(self, value: Any) -> Any:
+        return value.view(_guard_comparisons())
+
+
 class Program(Peer):
     """The judge's connection to the program under test."""
 
     is_strict = True
+    codec_type = JudgeCodec
 
     def __init__(self, source: int, sink: int, names: list[str]) -> None:
         super().__init__(source, sink, {})
@@ -169,27 +192,11 @@ class Program(Peer):
             is_open = name == "get" or not callable(getattr(kind, field, None))
             is_open = is_open and is_own and not field.startswith("_")
             is_open = is_open or (name == "get" and field in NAMES and callable(target))
-        if is_open and id(target) in self.numbers:
+        if is_open and id(target) in self.codec.numbers:
             return super().perform(name, arguments)
         if name == "get":
             raise AttributeError(f"an object of the test has no {arguments[1]} for a program")
         raise TypeError(f"a program may not do this to an object of a test: {name}")
-
-    def export(self, value: Any) -> int:
-        kind = type(value)
-        is_case = any(base.__module__ == "unittest.case" for base in kind.__mro__)
-        is_open = callable(value) or hasattr(kind, "__next__") or kind.__module__ in OWN
-        if is_open and not is_case:
-            return super().export(value)
-        raise TypeError(f"an object of the type {kind.__name__} cannot be passed to a program")
-
-    def exception(self, number: int, name: str, module: str, base: Any) -> Any:
-        if f"{module}.{name}" in EXCEPTIONS and module in sys.modules:
-            return getattr(sys.modules[module], name)
-        return super().exception(number, name, module, base)
-
-    def array(self, value: Any) -> Any:
-        return value.view(_guard_comparisons())
 
 
 class _Builtins(dict):  # type: ignore[type-arg]

@@ -8,8 +8,8 @@ it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
+import importlib.util
 import json
 import marshal
 import math
@@ -20,22 +20,22 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from grpo_cli.sandbox import judge, messages, runner
 from grpo_cli.sandbox.system_calls import call_filter
+from grpo_cli.sandbox.temporary_folder import MARK, TemporaryFolder
 
-PREFIX = "grpo-sandbox-"
-TMP_VARIABLE = "GRPO_SANDBOX_TMP"  # folder in which sandboxes create their own folders
-MARK = "GRPO_SANDBOX"  # variable in sandboxed processes: the sandbox's folder or its starter
+if TYPE_CHECKING:
+    from grpo_cli.sandbox.isolation import SandboxLevel
+
 NOBODY = 65534
 SPARE_UIDS = 0x7000_0000  # user id of a thread's program: this plus the thread's id
 START_SECONDS = 15.0  # for an interpreter to start
 GRACE_SECONDS = 8.0  # for a sandbox to end a program that exceeds its limits, and to report it
 MIB = 1 << 20
+# Modules that run inside; later ones import earlier ones.
+INSIDE = ("proxies", "messages", "peer", "judge", "folders", "processes", "child", "runner")
 IN_MEMORY = ("/tmp", "/dev/shm")  # a program's writable folders in namespaces
 
 
@@ -70,43 +70,17 @@ class ProgramResult:
     """The outcome of a run."""
 
     status: str  # "ok", "error", "killed", "timeout", "memory", "disk", "output", "skipped", "lost"
-    returncode: int  # minus the signal's number if a signal ended it
-    stdout: str
-    stderr: str
-    seconds: float  # wall time
-    reason: str  # one line
+    returncode: int = 0  # minus the signal's number if a signal ended it
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0  # wall time
+    reason: str = ""  # one line
     test_passed: bool = False  # whether the run's test, if any, ran to its end
 
-
-LOST = ProgramResult("lost", 0, "", "", 0.0, "")
 
 # Code of setup and snippet, argument of `check`, names of the tests to call, the program's names,
 # and packages that the tests import.
 Test = tuple[list[Any], str | None, list[str], list[str], list[str]]
-
-
-@dataclass(frozen=True)
-class Guard:
-    """One protection of a sandbox."""
-
-    name: str
-    on: bool
-    detail: str  # how it works, or why it is off
-
-
-@dataclass(frozen=True)
-class SandboxLevel:
-    """A tested way to start programs on this machine."""
-
-    name: str  # "namespaces" or "limits"
-    guards: tuple[Guard, ...]
-    command: tuple[str, ...] = ()  # words before the interpreter
-    becomes: str | None = None  # where it changes its user: "inside", "outside"; None: nowhere
-    sys_path: tuple[str, ...] = ()  # added to the interpreter's own
-
-    @property
-    def has_own_pids(self) -> bool:
-        return self.name == "namespaces"
 
 
 _BOOTSTRAP = (
@@ -124,11 +98,11 @@ _BOOTSTRAP = (
 
 @functools.cache
 def _codes() -> list[tuple[str, Any]]:
-    """Returns (name, code) of the modules that run inside; later ones import earlier ones."""
+    """Returns (name, code) of the modules that run inside."""
     codes: list[tuple[str, Any]] = [(name, "") for name in ("grpo_cli", "grpo_cli.sandbox")]
-    for module in (messages, judge, runner):
-        loader: Any = module.__loader__
-        codes.append((module.__name__, loader.get_code(module.__name__)))
+    for name in (f"grpo_cli.sandbox.{name}" for name in INSIDE):
+        loader: Any = importlib.util.find_spec(name).loader  # type: ignore[union-attr]
+        codes.append((name, loader.get_code(name)))
     return codes
 
 
@@ -149,10 +123,11 @@ class Sandbox:
         self.level = level
         self.limits = limits
         try:
-            self.folder = None if level.has_own_pids else _Folder()
+            self.folder = None if level.has_own_pids else TemporaryFolder()
         except OSError as error:
             raise SandboxError(f"the sandbox has no temporary folder: {error}") from error
         self.uid = None if level.becomes is None else spare_uid()
+        self.own_uid = None if self.uid == NOBODY else self.uid
         tests = [None if isinstance(run, str) else run for run in runs]
         self.tests = _file_of(marshal.dumps(tests))
         self.call_filter = _file_of(call_filter() or b"")
@@ -167,7 +142,7 @@ class Sandbox:
             "output": limits.output_kb * 1024,
             "rlimits": self._rlimits(),
             "uid": self.uid if level.becomes == "inside" else None,
-            "has_own_uid": self.uid not in (None, NOBODY),
+            "has_own_uid": self.own_uid is not None,
             "has_own_pids": level.has_own_pids,
             "call_filter": None if level.has_own_pids else call_filter(),
             "on_disk": self.folder.path if self.folder else None,
@@ -177,19 +152,18 @@ class Sandbox:
         try:
             self._start(marshal.dumps((_codes(), settings)))
         except OSError as error:
-            self._remove_folder()
+            if self.folder is not None:
+                self.folder.remove(self.own_uid)
             raise SandboxError(f"the sandbox's process did not start: {error}") from error
         finally:
             os.close(self.tests)
             os.close(self.call_filter)
 
     def _rlimits(self) -> list[tuple[str, int]]:
-        limits = self.limits
+        limits, level = self.limits, self.level
         # The judge runs as the program's user and counts too, as does a runner that keeps its user.
-        processes = limits.processes + (1 if self.level.becomes == "inside" else 2)
-        if self.uid == NOBODY or not (
-            self.uid or (self.level.has_own_pids and _counts_by_namespace())
-        ):
+        processes = limits.processes + (1 if level.becomes == "inside" else 2)
+        if not self.own_uid and (self.uid or not (level.has_own_pids and _counts_by_namespace())):
             # The kernel also counts the user's other processes.
             processes += _count_tasks(self.uid or os.geteuid())
         cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
@@ -274,12 +248,12 @@ class Sandbox:
         try:
             finished = self._receive(self.limits.seconds + GRACE_SECONDS)
         except EOFError:  # ended by the program, or along with it by a kernel short of memory
-            finished = LOST
+            finished = ProgramResult("lost")
         except TimeoutError as error:
             # Only a program with its runner's user can have blocked the runner.
             if self.level.becomes is not None:
                 raise SandboxError(str(error)) from None
-            finished = LOST
+            finished = ProgramResult("lost")
         if finished.status == "failed":  # before any program has run
             raise SandboxError(finished.stdout)
         status = "timeout" if finished.status == "cpu" else finished.status
@@ -294,8 +268,7 @@ class Sandbox:
             raise TimeoutError("it gave no sign of life for too long") from None
         if not line.endswith(b"\n"):
             raise EOFError("its process ended without a word")
-        status, returncode, took, passed, stdout, stderr = json.loads(line)
-        return ProgramResult(status, returncode, stdout, stderr, took, "", passed)
+        return ProgramResult(**json.loads(line))
 
     def close(self) -> str:
         """Ends the process and waits for its cleanup; returns its stderr."""
@@ -317,16 +290,9 @@ class Sandbox:
         os.set_blocking(stderr.fileno(), False)
         errors = stderr.read() or b""
         stderr.close()
-        self._remove_folder()
-        return errors.decode(errors="replace").strip()[-2000:]
-
-    def _remove_folder(self) -> None:
         if self.folder is not None:
-            if os.path.lexists(self.folder.path):
-                # A program can remove the mark, but not its own user.
-                has_own = self.uid not in (None, NOBODY)
-                _kill_marked(self.folder.path, self.uid if has_own else None)
-            self.folder.remove()
+            self.folder.remove(self.own_uid)
+        return errors.decode(errors="replace").strip()[-2000:]
 
 
 def _reason(finished: ProgramResult, limits: Limits) -> str:
@@ -401,113 +367,3 @@ def _count_tasks(uid: int) -> int:
 def _counts_by_namespace() -> bool:
     """Returns whether RLIMIT_NPROC counts a user's processes per user namespace."""
     return tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14)
-
-
-class _Folder:
-    """A folder on disk, locked while its sandbox or the process that started it lives."""
-
-    def __init__(self) -> None:
-        while True:
-            self.path = os.path.join(_tmp_parent(), PREFIX + os.urandom(8).hex())
-            os.mkdir(self.path, 0o711)
-            try:
-                self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:  # a sweep just removed it
-                continue
-            if _lock(self.lock):
-                return
-            os.close(self.lock)
-
-    def remove(self) -> None:
-        with contextlib.suppress(OSError):  # a later sweep removes the rest
-            runner.remove(self.path)
-        os.close(self.lock)
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _tmp_parent() -> str:
-    if parent := os.environ.get(TMP_VARIABLE):
-        return os.path.abspath(parent)
-    import tempfile
-
-    return tempfile.gettempdir()
-
-
-def sweep(parent: str | None = None) -> int:
-    """Removes the folders of sandboxes that died with the process that started them.
-
-    A sandbox removes its folder even if that process is killed. Folders and processes remain only
-    if the sandbox itself was killed.
-
-    Args:
-        parent: the folder that holds them; by default the one that this process uses.
-
-    Returns:
-        The number of folders removed.
-    """
-    count = 0
-    for entry in _abandoned(parent or _tmp_parent()):
-        _kill_marked(entry)
-        with contextlib.suppress(FileNotFoundError):
-            runner.remove(entry)
-            count += 1
-    return count
-
-
-def _abandoned(parent: str) -> Iterator[str]:
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(parent):
-            path = os.path.join(parent, name)
-            if not name.startswith(PREFIX):
-                continue
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except OSError:
-                continue
-            try:
-                if os.fstat(fd).st_uid == os.geteuid() and _lock(fd):
-                    yield path
-            finally:
-                os.close(fd)
-
-
-def _kill_marked(folder: str, uid: int | None = None) -> None:
-    """Kills the processes that have a sandbox's mark in their environment, or its user."""
-    mark = f"{MARK}={folder}".encode()
-    end = time.monotonic() + GRACE_SECONDS
-    unseen = 0
-    while unseen < 2 and time.monotonic() < end:
-        found = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if _has(pid, mark) or (uid is not None and _uid_of(pid) == uid)
-        ]
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        # A process that forked and ended during the read left a child that was not yet listed.
-        unseen = 0 if found else unseen + 1
-        time.sleep(0.01)
-
-
-def _uid_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("Uid:"))
-    except (OSError, StopIteration):
-        return -1
-
-
-def _has(pid: int, mark: bytes) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark in file.read().split(b"\0")
-    except OSError:
-        return False

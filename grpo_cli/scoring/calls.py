@@ -1,8 +1,7 @@
-"""Calls reward functions on a complete batch, in a killable worker, or on an event loop.
+"""Calls reward functions that have a timeout or are async, with each completion as it arrives.
 
-A function with a timeout, and every async function, is called with one completion at a time, as
-soon as it arrives. Any other function is called once per step, with all completions, in this
-process.
+A worker that can be killed calls them, or an event loop. Any other function is called in this
+process, with all completions of a step; see `bound_reward.BoundReward.call`.
 """
 
 from __future__ import annotations
@@ -16,90 +15,22 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import opened
-from grpo_cli.rewards import Traits
+from grpo_cli.scoring.bound_reward import BoundReward
 from grpo_cli.scoring.guards import blame, contained, no_exit
 from grpo_cli.scoring.pool import Call, CallResult, Pool
-from grpo_cli.scoring.pool_worker import answer, recorders
+from grpo_cli.scoring.pool_worker import recorders
 from grpo_cli.scoring.processes import overrun
-from grpo_cli.scoring.registry import STANDARD, RewardFunction, Signature, TrainerState
-from grpo_cli.scoring.settings import Reward, Scoring
+from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.settings import Scoring
 
 CACHE_SIZE = 100_000  # results kept for repeated completions
-
-
-@dataclass(frozen=True)
-class BoundReward:
-    """A recipe's reward, ready to be called."""
-
-    name: str
-    spec: Reward  # the recipe's entry
-    path: str  # module:function
-    function: RewardFunction
-    signature: Signature
-    traits: Traits  # what the function declares
-    args: Mapping[str, Any]  # arguments that the recipe and the run set
-    is_async: bool
-    timeout: float | None  # seconds per completion; None: called in this process with a batch
-    on_error: str  # that of the recipe; the probe counts errors instead
-    cache: bool
-    concurrency: int  # concurrent calls of an async function
-
-    def applies_to(self, sample: Sample) -> bool:
-        """Returns whether the sample's data set matches and its environment worked."""
-        if sample.environment_failed:
-            return False
-        named = self.spec.datasets
-        return not named or sample.columns.get(DATASET) in (None, *named)
-
-    def takes(self, name: str) -> bool:
-        """Returns whether the function is called with this argument of STANDARD."""
-        # A cached call must depend neither on the step nor on an unnamed argument.
-        named = self.signature.standard if self.cache else STANDARD
-        return name in named and (name in self.signature.standard or self.signature.open_ended)
-
-    def arguments(self, samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
-        """Returns the function's arguments, with None for log_metric and log_extra."""
-        chat = isinstance(samples[0].prompt, list)
-        standard: dict[str, Any] = {
-            "prompts": [s.prompt for s in samples],
-            "completions": [_completion(s, chat) for s in samples],
-            "trainer_state": state,
-            "log_metric": None,
-            "log_extra": None,
-        }
-        if all(s.ids is not None for s in samples):
-            standard["completion_ids"] = [list(s.ids or ()) for s in samples]
-        if "episodes" in self.signature.standard or any(s.episode is not None for s in samples):
-            standard["episodes"] = [s.episode for s in samples]
-        arguments = {name: value for name, value in standard.items() if self.takes(name)}
-        for column in samples[0].columns:
-            if column not in STANDARD and self.signature.takes(column):
-                arguments[column] = [s.columns[column] for s in samples]
-        return {**arguments, **self.args}
-
-    def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
-        """Calls the function in this process and waits for the result."""
-        import torch  # late: slow
-
-        # The grad mode is restored: a function may leave another.
-        with no_exit(), torch.set_grad_enabled(torch.is_grad_enabled()):
-            return answer(self.function, self.arguments(samples, state))
-
-
-def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
-    """Converts a completion to TRL's form: text, a message, or all messages of an episode."""
-    if sample.episode is not None and sample.episode["messages"]:
-        return list(sample.episode["messages"])
-    text = sample.prefill + sample.text
-    return [{"role": "assistant", "content": text}] if chat else sample.text
 
 
 @dataclass

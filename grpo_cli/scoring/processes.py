@@ -251,7 +251,8 @@ class WorkerProcesses(Generic[AnyWorker]):
                 worker.process.wait(0.5)
         kill_tree(worker.process.pid)
         status = worker.process.wait()
-        reason = reason or f"its worker process ended ({ending(status)})"
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        reason = reason or f"its worker process ended ({how})"
         self.lost(worker, reason, late=late)
         if not worker.ready and self.ended is None:
             self._could_not_start(reason)
@@ -322,8 +323,3 @@ def descendants(pid: int) -> list[int]:
 def overrun(seconds: float) -> str:
     """Returns the error message of a call that exceeded its deadline."""
     return f"took more than {seconds:g} s and was stopped"
-
-
-def ending(status: int) -> str:
-    """Describes how a process ended: `signal 9`, `exit code 0`."""
-    return f"signal {-status}" if status < 0 else f"exit code {status}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +17,12 @@ from grpo_cli.data import Rows, images, other_columns, stored_completions
 from grpo_cli.data.rows import check_columns
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import TrainingError, UserError, listed, nearest
-from grpo_cli.rewards import traits_of
-from grpo_cli.scoring.calls import BoundReward, RewardExecutor
+from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.scoring.bound_reward import BoundReward, bind_reward
+from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
-from grpo_cli.scoring.registry import Signature, TrainerState, path_of, resolve
+from grpo_cli.scoring.registry import Signature, TrainerState, resolve
 from grpo_cli.scoring.settings import Reward, Scoring
 from grpo_cli.scoring.step_rewards import check_steps, token_of_character
 
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
     from grpo_cli.distributed.workers import Workers
     from grpo_cli.records import Rollout
 
-ASYNC_TIMEOUT = 60.0  # default seconds per completion, if neither function nor recipe sets it
-ASYNC_CONCURRENCY = 16  # default number of concurrent calls of an async function
 GRACE = 60.0  # seconds past all deadlines after which an event loop counts as blocked
 LARGEST = 1e100  # largest reward: squares of larger ones overflow in a standard deviation
 TOO_LARGE = f"which is beyond ±{LARGEST:g}; scale the reward down"
@@ -159,8 +155,7 @@ class Scorer:
 
     def _described(self) -> Iterator[str]:
         for name, reward in self.rewards.items():
-            describe = reward.traits.describe
-            if describe is None:
+            if (describe := reward.traits.describe) is None:
                 continue
             try:
                 yield f"reward {name}: {describe(**reward.args)}"
@@ -177,77 +172,6 @@ def needed_columns(rewards: Mapping[str, Reward]) -> dict[str, str]:
             required = Signature.of(function).required
             found |= {c: f"reward.{name}" for c in required if c not in spec.args}
     return found
-
-
-def bind_reward(name: str, spec: Reward, run: Mapping[str, Any]) -> BoundReward:
-    """Binds a recipe's entry to its function.
-
-    Raises:
-        UserError: see `Scorer`.
-    """
-    function = resolve(spec.function, f"reward.{name}.function")
-    signature, traits = Signature.of(function), traits_of(function)
-    arguments = {key: value for key, value in run.items() if key in signature.arguments}
-    arguments |= spec.args
-    _check_arguments(name, spec, signature, arguments)
-    # An async function, or an object with an async __call__.
-    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    timeout = _timeout(name, spec, traits.timeout, is_async)
-    if spec.concurrency is not None and not is_async:
-        raise UserError(
-            f"reward.{name}.concurrency: is only read for async functions; "
-            "scoring.workers says how many worker processes there are."
-        )
-    # Values that change with the step are not cached.
-    cache = timeout is not None and traits.cache and "trainer_state" not in signature.standard
-    return BoundReward(
-        name=name,
-        spec=spec,
-        path=path_of(spec.function),
-        function=function,
-        signature=signature,
-        traits=traits,
-        args=arguments,
-        is_async=is_async,
-        timeout=timeout,
-        on_error=spec.on_error,
-        cache=cache,
-        concurrency=spec.concurrency or ASYNC_CONCURRENCY,
-    )
-
-
-def _check_arguments(
-    name: str, spec: Reward, signature: Signature, arguments: Mapping[str, Any]
-) -> None:
-    for argument in spec.args:
-        # **kwargs is for columns; an argument that only **kwargs would accept is a typo.
-        if argument not in signature.named:
-            raise UserError(
-                f"reward.{name}.args.{argument}: {spec.function} takes no such argument; "
-                f"it takes {listed(signature.named)}.{nearest(argument, signature.named)}"
-            )
-    for argument in signature.needed:
-        if argument not in arguments:
-            raise UserError(
-                f"reward.{name}: {spec.function} needs the argument {argument!r}; set "
-                f"reward.{name}.args.{argument}."
-            )
-
-
-def _timeout(name: str, spec: Reward, default: float | None, is_async: bool) -> float | None:
-    """Returns the time limit of a call in seconds; None: the function is called in this process."""
-    timeout = default if spec.timeout is None else spec.timeout or None
-    if is_async:
-        if spec.timeout == 0:
-            raise UserError(f"reward.{name}.timeout: an async function has one; must be > 0.")
-        timeout = timeout or ASYNC_TIMEOUT
-    elif timeout and sys.modules[path_of(spec.function).partition(":")[0]].__spec__ is None:
-        raise UserError(
-            f"reward.{name}.timeout: its function is called in a worker process, which cannot "
-            "import it from a notebook or a script; put the function into a module, and name it "
-            f"as reward.{name}.function=my_module:my_function."
-        )
-    return timeout
 
 
 class ScoringSession:
@@ -396,9 +320,8 @@ class ScoringSession:
             if len(good) == len(samples):
                 where = ", for some completion of the batch (not one by itself)"
                 return [RewardResult(error=f"raised {done.error}", where=where) for _ in samples]
-            again = iter(
-                self._to_results(reward, reward.call(good, self.state), good) if good else []
-            )
+            called = self._to_results(reward, reward.call(good, self.state), good) if good else []
+            again = iter(called)
             return [
                 next(again) if one.error is None else self._to_results(reward, one, [s])[0]
                 for s, one in zip(samples, alone, strict=True)

@@ -60,9 +60,9 @@ def test_a_failure_elsewhere_is_the_end_of_the_status(
     eye = Supervisor(0, 1, tmp_path, None)
     status = Status(tmp_path, main=True)
     status.start()
-    eye.on_failure = partial(status.end, "failed")
-    eye.failure = Failure(1, "process 1 on n2 is gone", time.time(), 0)
-    eye._exit(1)
+    eye.ending.on_failure = partial(status.end, "failed")
+    eye.ending.failure = Failure(1, "process 1 on n2 is gone", time.time(), 0)
+    eye.ending.exit(1)
     found = RunFolder(tmp_path).status()
     assert found is not None
     assert (found["state"], found["message"]) == ("failed", "process 1 on n2 is gone")

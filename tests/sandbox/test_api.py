@@ -24,7 +24,8 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.sandbox import Limits, SandboxError, grade, isolation, process, run
+from grpo_cli.sandbox import Limits, SandboxError, folders, grade, isolation, process, run, sweep
+from grpo_cli.sandbox.temporary_folder import MARK, PREFIX, TMP_VARIABLE
 from tests.tables import rows_of, table
 
 IS_ROOT = os.geteuid() == 0
@@ -76,7 +77,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "SECRET": SECRET, process.TMP_VARIABLE: str(self.boxes)},
+                env={**os.environ, "SECRET": SECRET, TMP_VARIABLE: str(self.boxes)},
                 close_fds=False,
                 start_new_session=True,
             )
@@ -102,14 +103,13 @@ class Worker:
         return json.loads(line)
 
     def left_running(self) -> list[int]:
-        marks = (f"{process.MARK}={self.process.pid}", f"{process.MARK}={self.boxes}/")
+        marks = (f"{MARK}={self.process.pid}", f"{MARK}={self.boxes}/")
         return [pid for pid in pids() if environment(pid).startswith(marks)]
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
 
 
@@ -123,7 +123,7 @@ def environment(pid: int) -> str:
         variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     except (OSError, UnicodeDecodeError):
         return ""
-    return next((v for v in variables if v.startswith(f"{process.MARK}=")), "")
+    return next((v for v in variables if v.startswith(f"{MARK}=")), "")
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def test_a_sandbox_dies_with_the_worker(worker: Worker, guards: str) -> None:
     worker.ask(f"{WITH_A_DAEMON}\nopen('file', 'w')\ntime.sleep(1000)", guards, 1000.0)
     wait_until(lambda: len(worker.left_running()) >= SEEN)
     assert len(list(worker.boxes.iterdir())) == (guards == "limits")
-    assert process.sweep(str(worker.boxes)) == 0  # it is in use
+    assert sweep(str(worker.boxes)) == 0  # it is in use
     worker.close()
     wait_until(lambda: not worker.left_running() and not list(worker.boxes.iterdir()))
 
@@ -245,11 +245,11 @@ def test_sweep_removes_what_a_killed_sandbox_left(worker: Worker) -> None:
     wait_until(lambda: keeper not in pids())
     assert worker.left_running()  # the daemon
     (worker.boxes / "another").mkdir()
-    (worker.boxes / f"{process.PREFIX}file").touch()
-    assert process.sweep(str(worker.boxes)) == 1
+    (worker.boxes / f"{PREFIX}file").touch()
+    assert sweep(str(worker.boxes)) == 1
     assert worker.left_running() == []
-    assert {p.name for p in worker.boxes.iterdir()} == {"another", f"{process.PREFIX}file"}
-    assert process.sweep(str(worker.boxes / "nowhere")) == 0
+    assert {p.name for p in worker.boxes.iterdir()} == {"another", f"{PREFIX}file"}
+    assert sweep(str(worker.boxes / "nowhere")) == 0
 
 
 @pytest.mark.programs
@@ -282,10 +282,10 @@ def test_removing_a_folder_changes_nothing_behind_a_link(tmp_path: Path) -> None
     (tmp_path / "outside" / "file").touch()
     (tmp_path / "outside").chmod(0o755)
     (tmp_path / "link").symlink_to(tmp_path / "outside")
-    process.runner.open_up(str(tmp_path / "link"))
+    folders.open_up(str(tmp_path / "link"))
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o755
     (tmp_path / "closed").mkdir(mode=0)
-    process.runner.open_up(str(tmp_path / "closed"))
+    folders.open_up(str(tmp_path / "closed"))
     assert (tmp_path / "closed").stat().st_mode & 0o777 == 0o700
 
 
@@ -307,7 +307,7 @@ def parent(pid: int) -> int:
 def same_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """As for a trainer that is not root and has no bubblewrap: a program can reach its keeper."""
     monkeypatch.setattr(process, "spare_uid", lambda: None)
-    monkeypatch.setenv(process.TMP_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(TMP_VARIABLE, str(tmp_path))
     isolation._limits.cache_clear()
     yield tmp_path
     isolation._limits.cache_clear()
@@ -399,7 +399,7 @@ def test_run(row: dict[str, Any], guards: str) -> None:
     finished = vars(run(source, row.get("stdin", ""), guards=guards, limits=limits))
     expected = {name: row[name] for name in finished.keys() & row.keys()}
     assert {name: finished[name] for name in expected} == expected
-    assert "sandbox_runner" not in finished["stderr"]
+    assert "grpo_cli" not in finished["stderr"], "no frame of ours"
 
 
 _HASH = int(
@@ -606,7 +606,7 @@ def test_limits_that_cannot_be_set_are_no_verdict(
     monkeypatch: pytest.MonkeyPatch, guards: str, tmp_path: Path
 ) -> None:
     isolation.find_level(guards)
-    monkeypatch.setenv(process.TMP_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(TMP_VARIABLE, str(tmp_path))
     monkeypatch.setattr(process.Sandbox, "_rlimits", lambda _: [("RLIMIT_NOTHING", 1)])
     with pytest.raises(SandboxError, match="RLIMIT_NOTHING"):
         grade("", "f()", guards=guards)
