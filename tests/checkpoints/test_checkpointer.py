@@ -423,9 +423,6 @@ def test_what_follows_a_checkpoint_happens_once_it_has_its_name(
     assert lines == ["checkpoint step-3 is written, but then: no such luck"]
 
 
-# ---- a save that fails
-
-
 def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer, lines: Any
 ) -> None:
@@ -569,9 +566,6 @@ def test_an_index_that_would_run_code_is_refused(
     assert not (tmp_path / "evil").exists()
 
 
-# ---- several processes
-
-
 def test_copies_of_a_shard_are_written_once_and_none_may_be_missing() -> None:
     upper, lower = (
         Piece(torch.ones(2, 3), torch.Size([row, 0]), torch.Size([4, 3])) for row in (0, 2)
@@ -616,9 +610,6 @@ def test_any_number_of_processes_loads_what_any_other_wrote(
             "FSDP"
             not in json.loads((tmp_path / name / "config.json").read_text())["architectures"][0]
         )
-
-
-# ---- what is kept
 
 
 @pytest.mark.parametrize(

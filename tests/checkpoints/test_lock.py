@@ -221,9 +221,6 @@ def test_a_replacement_under_way_is_left_to_the_run_that_makes_it(tmp_path: Path
     assert not aside.exists()
 
 
-# torchrun, which starts its processes again.
-
-
 class Torchrun:
     """What its processes find in their environment."""
 

@@ -63,9 +63,6 @@ def test_a_node_that_has_not_arrived() -> None:
     assert list(problems) == ["b: has not arrived; a and c waited for it"]
 
 
-# What a node finds out.
-
-
 def test_ports_that_are_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -82,8 +79,6 @@ def test_a_node_finds_its_problems(tmp_path: Path) -> None:
     (found,) = doctor_nodes.facts_of(asked(dir=str(file / "run")))["problems"]
     assert found == f"cannot write to {file / 'run'}: Not a directory"
 
-
-# Processes.
 
 Start = Callable[..., subprocess.Popen[str]]
 

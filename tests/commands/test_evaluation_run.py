@@ -263,8 +263,6 @@ def test_an_evaluation_of_another_model_is_moved_aside_from_where_one_stands(
     assert not Path("eval.json").exists()
 
 
-# Killed and started again
-
 SLOW = """
 import sys, time
 from grpo_cli.evaluation import journal

@@ -76,9 +76,6 @@ def test_a_model_on_several_gpus_has_fewer_copies() -> None:
     assert "\nSERVE_WORDS=(\n  data_parallel=1\n)" in text
 
 
-# The command.
-
-
 def command(*words: str) -> None:
     slurm.main(["recipe=arithmetic_tiny", *NEEDED, *words])
 

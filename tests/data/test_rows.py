@@ -53,9 +53,6 @@ def message(config: Dataset, split: str = "train") -> str:
     return str(error.value)
 
 
-# Files to rows.
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / name, *ROWS)
@@ -180,9 +177,6 @@ def test_renamed_columns(jsonl: Path) -> None:
     ]
 
 
-# What a user may get wrong.
-
-
 def test_no_data() -> None:
     for split in ("train", "eval"):
         said = message(config(None), split)
@@ -274,9 +268,6 @@ def test_a_doubled_brace_is_a_literal_one(jsonl: Path, tokenizer: PreTrainedToke
     template = config(jsonl, prompt=r"{question} in \boxed{{}}")
     prompts, _ = make_prompts(load_rows(template, "train"), template, tokenizer)
     assert prompts[0].text == r"0+1= in \boxed{}"
-
-
-# Rows to prompts.
 
 
 def rows(*rows: dict[str, Any]) -> Rows:
@@ -406,8 +397,6 @@ def test_prompts_list_the_tools_of_their_row(tokenizer: PreTrainedTokenizerFast)
     shown = [tokenizer.decode(p.ids).split("<|im_start|>user")[0] for p in prompts]
     assert shown == ["<|im_start|>tools f(x)<|im_end|>\n", ""]
 
-
-# The order of prompts.
 
 PROMPTS = [Prompt(row, [row + 3], str(row), {}) for row in range(7)]
 

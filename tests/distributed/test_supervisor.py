@@ -269,9 +269,6 @@ def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str, nodes: 
         assert "it was last in reward of step 2" in line
 
 
-# In this process, alone.
-
-
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[supervisor.Supervisor]:
     eye = supervisor.Supervisor(0, 1, tmp_path, None)

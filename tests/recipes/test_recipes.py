@@ -190,8 +190,6 @@ def test_what_a_users_recipe_says_is_read_refused_or_taken_back(tmp_path: Path) 
     assert back.loss == Loss(normalize="completions")
 
 
-# Stored recipes.
-
 SCHEDULES = [
     "schedules.loss.beta={to: 0.1, shape: cosine, end: 50}",
     "schedules.generation.temperature={to: 0.5, shape: jump, begin: 9}",

@@ -88,9 +88,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# The check at the start.
-
-
 def test_the_start_creates_what_is_missing(server: FakeHub) -> None:
     assert hub.check(recipe(repo="x")) is None
     assert server.private == {"me/x": True}
@@ -125,9 +122,6 @@ def test_a_hub_that_is_not_there_is_a_note(
     assert "hub.repo = me/x: the hub cannot be reached now (500" in note
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "ConnectError" in (hub.check(recipe(repo="me/x")) or "")
-
-
-# Pushes.
 
 
 @pytest.mark.programs
