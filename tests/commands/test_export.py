@@ -22,7 +22,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Adapter, Model
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_cli.data import stored_completions
 from tests import programs
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 # The smallest run that there is, and a reward that any model gets at times.

@@ -18,7 +18,7 @@ from grpo_cli import cli
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.commands import replay
 from tests import programs
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.models.test_routers import changes_for
 from tests.training.test_train import trained
 

@@ -15,7 +15,7 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.scoring.settings import Reward, Scoring
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.data.test_files import write
 
 ROWS: list[dict[str, Any]] = [

@@ -183,16 +183,6 @@ def test_no_data() -> None:
         assert said == f"dataset.{split}: no data; give a file or a hub name."
 
 
-def test_missing_file_with_the_nearest_name(jsonl: Path) -> None:
-    assert message(config(jsonl.with_name("row.jsonl"))).endswith("Did you mean rows.jsonl?")
-    assert message(config(jsonl.parent / "no" / "such.csv")).endswith("there is no such file.")
-
-
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    (path := tmp_path / "rows.txt").write_text("a", "utf-8")
-    assert ": must be a .json, .jsonl, .csv, .parquet file (or .gz of" in message(config(path))
-
-
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
@@ -322,19 +312,6 @@ def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
         *map(said.format, (1, 2, 3)),
         "5 of 6 rows of rows.jsonl are no prompts.",
     ]
-
-
-def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    settings = Dataset(prompt="{question}", chat=True, system="Be brief.")
-    (prompt,), _ = make_prompts(rows({"question": "1+1="}), settings, tokenizer)
-    assert prompt.text == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1="},
-    ]
-    assert tokenizer.decode(prompt.ids) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_a_row_of_messages_is_kept_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
