@@ -150,6 +150,12 @@ def grpo(
     return run
 
 
+@pytest.fixture
+def lines() -> list[str]:
+    """What the user is told."""
+    return []
+
+
 def make_rollout(
     prompt_ids: Sequence[int] = (5, 6),
     completion_ids: Sequence[int] = (7, 8),
