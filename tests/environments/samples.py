@@ -252,7 +252,3 @@ class Closes:
     def close(self) -> None:
         self.file.write_text("")
         raise RuntimeError("never opened")
-
-
-def gone_wrong(a: int) -> int:
-    return a
