@@ -35,12 +35,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield fake
 
 
-@pytest.fixture
-def lines() -> list[str]:
-    """What the user is told."""
-    return []
-
-
 def recipe(**settings: Any) -> Recipe:
     made = Recipe(recipe="test", hub=Hub(**settings))
     made.model.path = "Qwen/Qwen2.5-0.5B"

@@ -354,7 +354,6 @@ REFUSAL = b'{"error": {"message": "no such thing"}}'
         (Reply(status=401, body=REFUSAL), 1, "401: .* The key is read from the environment varia"),
         (Reply(status=404, body=REFUSAL), 1, "404: .* Most addresses end in /v1, and model is the"),
         (Reply(status=429, body=REFUSAL), 3, r"^judge: http://.*/v1/ answered 429: '.*no such"),
-        (Reply(status=503, body=REFUSAL), 3, r"^judge: http://.*/v1/ answered 503: '.*no such"),
     ],
 )
 def test_what_is_no_answer_is_said(
