@@ -127,7 +127,6 @@ def model(_model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[RewardExecutor]:
-    """Two workers for rewards."""
     executor = RewardExecutor(Scoring(workers=2))
     yield executor
     executor.close()

@@ -222,8 +222,6 @@ def test_a_replacement_under_way_is_left_to_the_run_that_makes_it(tmp_path: Path
 
 
 class Torchrun:
-    """What its processes find in their environment."""
-
     def __init__(self, patch: pytest.MonkeyPatch, name: str, job: str = "none") -> None:
         self.patch, self.name, self.job = patch, name, job
 

@@ -85,7 +85,6 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the process of a node, with other options and another environment if need be."""
     port = free_port()
     running: list[subprocess.Popen[str]] = []
 
@@ -110,7 +109,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def ends(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
-    """(exit codes, what each said)."""
     said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     return [p.returncode for p in processes], said
 

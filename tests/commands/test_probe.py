@@ -29,7 +29,6 @@ def rows(tmp_path: Path) -> Path:
 
 
 def written(folder: str | Path) -> dict[str, Any]:
-    """Returns the probe.json of a folder."""
     found: dict[str, Any] = json.loads((Path(folder) / "probe.json").read_text())
     return found
 

@@ -64,8 +64,6 @@ RECIPES: dict[str, list[str]] = {  # each mechanism once
 
 @pytest.fixture
 def recomputed(grpo: Grpo) -> Recomputed:
-    """Replays a step, and returns what --json prints."""
-
     def run(folder: Path, step: int) -> dict[str, Any]:
         code, out, err = grpo("replay", str(folder), f"--step={step}", "--json")
         assert (code, err) == (0, "")

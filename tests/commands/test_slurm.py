@@ -168,8 +168,6 @@ exec(os.environ.get("ON_" + kind, ""))
 
 @dataclass
 class Batch:
-    """The script of a job, and the machine it is run on."""
-
     fake: Path
     run: Path
     environment: dict[str, str]
@@ -197,7 +195,6 @@ class Batch:
         return process.returncode
 
     def sit(self, **does: str) -> int:
-        """One sitting; its exit status."""
         return self.end(self.start(**does))
 
     def until(self, name: str) -> None:

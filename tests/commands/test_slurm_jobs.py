@@ -93,7 +93,6 @@ class Job:
             time.sleep(0.3)
 
     def until_over(self, seconds: float = 180) -> str:
-        """Its last state."""
         self.until(lambda: self.shown()["JobState"] in OVER, "over", seconds)
         return self.shown()["JobState"]
 
@@ -150,7 +149,6 @@ def free_ports(number: int) -> int:
 
 @pytest.fixture(scope="module")
 def unbroken(cluster: Cluster) -> Job:
-    """A run that nothing happened to."""
     job = cluster.submit(cluster.folder / "unbroken", "nodes=2")
     assert job.until_over() == "COMPLETED", job.everything()
     return job

@@ -65,8 +65,6 @@ def test_the_verb_imports_nothing_that_takes_long() -> None:
 
 
 class Terminal(io.StringIO):
-    """Keeps what is written to it."""
-
     def isatty(self) -> bool:
         return True
 

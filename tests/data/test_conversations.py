@@ -68,12 +68,6 @@ def made(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **settings: An
     return prompt
 
 
-def test_a_conversation_of_a_column_of_another_name(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = made({"messages": [SYSTEM, USER]}, tokenizer, prompt="{messages}")
-    assert prompt.text == [SYSTEM, USER]
-    assert "{'role'" not in tokenizer.decode(prompt.ids)
-
-
 def test_an_answer_at_the_end_is_not_shown_to_the_model(tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"prompt": [USER, ANSWER]}
     dropped = made(row, tokenizer, final_assistant="drop")

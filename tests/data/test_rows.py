@@ -183,35 +183,6 @@ def test_no_data() -> None:
         assert said == f"dataset.{split}: no data; give a file or a hub name."
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "complaint"),
-    [
-        (
-            "a.jsonl",
-            '{"question": 1}\n\n{"question": \n',
-            ", line 3: malformed JSON (Expecting value).",
-        ),
-        ("a.jsonl", '{"question": 1}\n[1]\n', ", line 2: must be a JSON object."),
-        (
-            "a.jsonl",
-            '"question"\n{"question": 1}\n{\n2\n3\n',
-            ", line 1: must be a JSON object; line 3: malformed JSON (Expecting property name "
-            "enclosed in double quotes); line 4: must be a JSON object; and 1 more.",
-        ),
-        ("a.json", '[\n{"question": 1},\n]', ", line 3: malformed JSON ("),
-        ("a.jsonl", "", ": the data set is empty."),
-        ("a.json", "[]", ": the data set is empty."),
-        ("a.csv", "question,answer\n", ": the data set is empty."),
-        ("a.parquet", "not parquet", ": cannot be read: "),
-    ],
-)
-def test_malformed_files(tmp_path: Path, name: str, text: str, complaint: str) -> None:
-    (tmp_path / name).write_text(text, "utf-8")
-    found = message(config(tmp_path / name))
-    assert found.startswith(f"dataset.train = {tmp_path / name}{complaint}")
-    assert "\n" not in found
-
-
 def test_a_file_that_is_not_whole_gzip(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl.gz", *ROWS)
     for content in (b"no gzip", path.read_bytes()[:-20]):
@@ -450,13 +421,6 @@ def test_a_share_counts_a_prompt_once_and_each_of_its_completions() -> None:
         run.stream = PromptStream(prompts, seed=1, shuffle=False)
         shares.append([position for position, _ in RolloutQueue.take_prompts(run, 3)])
     assert shares == [[1], [0, 2]]  # 10 + 4 · 1 = 14, 1 + 4 · 4 = 17 and 1 + 4 · 2 = 9
-
-
-@pytest.mark.parametrize("start", ["", '{"question": '])
-def test_json_without_end_is_one_sentence(tmp_path: Path, start: str) -> None:
-    path = tmp_path / "deep.jsonl"
-    path.write_text(start + "[" * 100_000)
-    assert message(config(path)).endswith("deep.jsonl: cannot be read: it is nested too deeply.")
 
 
 def held_out(jsonl: Path, **settings: Any) -> tuple[list[str], list[str]]:

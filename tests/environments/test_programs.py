@@ -120,7 +120,6 @@ def sample(
 def complete(
     inner: Scripted, settings: Tools = QUICK, sampling: Sampling | None = None
 ) -> Completion:
-    """One completion of the prompt "q|"."""
     prompt = encode(inner.tokenizer, "q|")
     how = (settings, [prompt], 1, sampling or Sampling(2000), [1])
     ((c,),) = sample(inner, inner.tokenizer, *how)

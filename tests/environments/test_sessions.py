@@ -27,6 +27,7 @@ def test_an_episode(start: Open) -> None:
     assert texts(session.reset().result(PATIENCE)) == ["Below 32?"]
     guesses = {i: session.step(says(str(i))).result(PATIENCE) for i in range(32)}
     (right,) = [i for i, o in guesses.items() if o.reward == 1.0]
+    assert right == random.Random(7).randrange(32), "of its seed"
     assert guesses[right].done
     assert {tuple(texts(o)) for i, o in guesses.items() if i < right} <= {("higher",)}
     assert session.finish().result(PATIENCE).rewards == {}

@@ -277,7 +277,6 @@ def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExe
 @table(
     ("lines", "said"),
     [
-        ([{"text": "x"}], "has no column 'completion'; it has text."),
         ([{"row": 0, "completion": None}], "row 0: the completion is None; it must be text."),
         ([{"completion": "x"}], "Name one with columns.answer=NAME, columns.row=NAME or columns.i"),
         ([{"row": 3, "completion": "x"}], "row 0: row is 3; {data} has no such row."),

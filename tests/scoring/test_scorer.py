@@ -14,8 +14,7 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
-from grpo_cli.rewards import reward, shipped
-from grpo_cli.rewards.exact_match import exact_match
+from grpo_cli.rewards import reward
 from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.settings import Reward
@@ -127,12 +126,6 @@ def training_error(rollouts: list[Rollout], says: str, **rewards: Reward | str) 
     with pytest.raises(TrainingError) as error:
         score(rollouts, **rewards)
     assert says in str(error.value)
-
-
-def test_a_shipped_reward_by_its_short_name() -> None:
-    assert resolve("exact_match") is exact_match
-    assert {"exact_match", "math", "length", "boxed_format"} <= set(shipped())
-    assert not any(name.startswith("_") for name in shipped())
 
 
 def test_a_function_of_a_module_in_the_working_directory(
