@@ -87,19 +87,16 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=1, button="left")
 
-    def type(self, selector: str, text: str) -> None:
+    def type(self, selector: str, text: str, event: str = "input") -> None:
         """Replaces the text of a field."""
         self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.focus();"
-            f"e.value = {json.dumps(text)}; e.dispatchEvent(new Event('input')); }})()"
+            f"e.value = {json.dumps(text)}; e.dispatchEvent(new Event('{event}')); }})()"
         )
 
     def choose(self, selector: str, value: str) -> None:
         """Chooses an option."""
-        self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            f"e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change')); }})()"
-        )
+        self.type(selector, value, "change")
 
     def text(self, selector: str) -> str:
         found = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")

@@ -9,9 +9,11 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ import torch
 from hydra._internal.hydra import Hydra
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from grpo_cli import cli
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.generation.vllm.weight_check import ComparedPrompt
 from grpo_cli.models import tiny
@@ -34,6 +37,7 @@ from grpo_cli.models.settings import Build
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.settings import Scoring
+from tests.composed import with_recipe
 from tests.tiers import pytest_runtest_call  # noqa: F401
 
 torch.set_num_threads(1)
@@ -52,6 +56,8 @@ BUILD = Build(
 )
 
 
+RECIPES = ("train", "plan", "probe", "explain")  # commands that need a recipe
+Grpo = Callable[..., tuple[int, str, str]]
 HAS_BWRAP = shutil.which("bwrap") is not None or bool(os.environ.get("CI"))
 
 
@@ -121,10 +127,32 @@ def model(_model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[RewardExecutor]:
-    """Two workers for rewards."""
     executor = RewardExecutor(Scoring(workers=2))
     yield executor
     executor.close()
+
+
+@pytest.fixture
+def grpo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Grpo:
+    """Runs a command line in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["grpo"])  # Hydra replaces them
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.run_command(with_recipe(words) if words[0] in RECIPES else [*words])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What the user is told."""
+    return []
 
 
 def make_rollout(

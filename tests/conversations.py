@@ -18,8 +18,6 @@ from tests.conftest import as_prompts
 class Conversations:
     """Continues every conversation `turns` times; notes how many requests were made of each."""
 
-    seconds_waited = 0.0
-
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
@@ -105,5 +103,4 @@ class Conversations:
         while self.waiting and (self.is_repeatable or not self.ready):
             assert time.monotonic() < begin + 30, "it waits for ever"
             time.sleep(0.005)
-        self.seconds_waited += time.monotonic() - begin
         return bool(self.ready)

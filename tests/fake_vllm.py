@@ -385,7 +385,6 @@ def toy_logprobs(weights: Mapping[str, Tensor], ids: Sequence[int]) -> list[floa
 
 @contextlib.contextmanager
 def serving(*servers: FakeVllm) -> Iterator[None]:
-    """Ends them afterwards."""
     try:
         yield
     finally:

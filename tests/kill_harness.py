@@ -206,7 +206,6 @@ class Moments:
 
 
 def train(job: dict[str, Any]) -> None:
-    """One process of a job."""
     moments = Moments(job)
     moments.arm()
     from grpo_cli import cli

@@ -26,7 +26,6 @@ ROWS = (
 def image_groups(
     rows: Sequence[dict[str, Any]] = ROWS, samples: int = 2, max_pixels: int | None = 600
 ) -> list[Group]:
-    """Returns a group of a step for each row."""
     found = []
     table = Rows("rows.parquet", [*rows[0]], list(rows))
     for number, row in enumerate(rows):

@@ -118,11 +118,6 @@ async def ends(completions: list[str]) -> list[float]:
     return [1.0]
 
 
-def slowly(completions: list[str]) -> list[float]:
-    time.sleep(0.05)
-    return [1.0]
-
-
 def batch_without_raise(
     completions: list[str], log_metric: Callable[[str, float], None]
 ) -> list[float]:
@@ -177,4 +172,5 @@ def logs_once(
 
 @reward(timeout=30)
 def slowly_once(completions: list[str]) -> list[float]:
-    return slowly(completions)
+    time.sleep(0.05)
+    return [1.0]

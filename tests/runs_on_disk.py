@@ -40,7 +40,6 @@ def write_run(folder: Path, *, steps: int = 400, done: int = 120, **status: Any)
 def write_completions(
     folder: Path, step: int, texts: list[str], rewards: list[float], prompt: Any = "1 + 1 ="
 ) -> Path:
-    """Writes the completions of a step, of one prompt."""
     rollouts = [
         make_rollout(prompt=prompt, text=text, reward=r, parts={"exact": r}, advantage=r - 0.5)
         for text, r in zip(texts, rewards, strict=True)

@@ -161,15 +161,6 @@ def bare_run(
     )
 
 
-def without(function: Callable[[], object]) -> BaseException | None:
-    """What a function raises."""
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None
-
-
 # Sharding.
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import prepare
 from tests import programs
-from tests.composed import with_recipe
+from tests.conftest import Grpo
+from tests.data.test_files import write
 from tests.programs import PATIENCE
 from tests.tables import rows_of
 
 ENVIRONMENT = programs.environment()
-Grpo = Callable[..., tuple[int, str, str]]  # words to exit code, stdout and stderr
 
 
 @pytest.mark.parametrize(
@@ -61,25 +60,9 @@ TINY = [
 ROWS: list[dict[str, Any]] = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
 
 
-@pytest.fixture
-def grpo(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Grpo:
-    """Runs a command line in this process, in an empty folder with a small data file."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-    write(tmp_path / "rows.jsonl", ROWS)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        code = cli.run_command(with_recipe(argv) if argv[0] == "train" else list(argv))
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+@pytest.fixture(autouse=True)
+def _rows(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", *ROWS)
 
 
 HEAD = "defaults: [arithmetic_tiny, _self_]\n"
@@ -88,10 +71,12 @@ HEAD = "defaults: [arithmetic_tiny, _self_]\n"
 @pytest.mark.parametrize("row", rows_of("cli_mistakes.jsonl"), ids=lambda row: row["name"])
 def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Path) -> None:
     """A text in place of the words of `grpo train` is a command of its own."""
-    write(tmp_path / "plain.jsonl", [{"question": "1+1="}])
-    write(tmp_path / "null.jsonl", [ROWS[0], {**ROWS[1], "question": None}])
+    write(tmp_path / "plain.jsonl", {"question": "1+1="})
+    write(tmp_path / "null.jsonl", ROWS[0], {**ROWS[1], "question": None})
     (tmp_path / "twice.yaml").write_text(f"{HEAD}steps: 3\nsteps: 4\n")
     (tmp_path / "number.yaml").write_text(f"{HEAD}optimizer: 3\n")
+    (tmp_path / "misspelt.yaml").write_text(f"{HEAD}stepz: 3\n")
+    (tmp_path / "class.yaml").write_text(HEAD + "hydra: {sweeper: {_target_: subprocess.Popen}}")
     (tmp_path / "gsm8k_tiny.yaml").write_text("defaults: [gsm8k_tiny, _self_]\n")
     (tmp_path / "a.yaml").write_text("defaults: [b, _self_]\n")
     (tmp_path / "b.yaml").write_text("defaults: [a, _self_]\n")
@@ -116,61 +101,12 @@ def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Pat
     assert not (tmp_path / "outputs").exists(), "a refused run leaves nothing behind"
 
 
-def test_a_recipe_cannot_name_a_class_for_hydra_to_make(grpo: Grpo, tmp_path: Path) -> None:
-    own = "defaults: [arithmetic_tiny]\nhydra: {sweeper: {_target_: subprocess.Popen}}\n"
-    (tmp_path / "mine.yaml").write_text(own)
-    code, _, err = grpo("train", "recipe=./mine.yaml", "-m", "seed=1,2")
-    assert (code, err.count("\n")) == (2, 1), err
-    assert (
-        "recipe = mine: cannot be composed: RuntimeError: Invalid plugin 'subprocess.Popen'" in err
-    )
-
-
 def test_a_sweep_names_its_jobs_and_leaves_no_file_of_hydra(grpo: Grpo, tmp_path: Path) -> None:
     none = "~/größe=1.jsonl"  # text that Hydra's grammar lacks
     code, out, _ = grpo("train", "-m", "seed=4,5", "steps=3", "--dataset.train", none)
     assert code == 2
     assert re.fullmatch(r"\njob 0: .* seed=4 .*; outputs/arithmetic_tiny-0\n", out), out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("hollow", "holds no model"),
-        ("outputs/x/checkpoints/step-9", "there is no such folder"),
-        ("./none", "there is no such folder"),
-    ],
-)
-def test_eval_refuses_a_path_without_a_model(
-    path: str, expected: str, grpo: Grpo, tmp_path: Path
-) -> None:
-    (tmp_path / "hollow").mkdir()
-    code, _, err = grpo("eval", path)
-    assert (code, expected in err) == (2, True), err
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("model.path=x", "model.path=x: grpo eval evaluates the checkpoint"),
-        (
-            "limit=4",
-            "eval.limit: is only read for benchmarks; add benchmark=NAME; dataset",
-        ),
-        ("--json", "--json: this command has no such option."),
-        ("eval.top_p=0.9", "eval.top_p = 0.9: is only read when eval.temperature is above 0."),
-        ("loss.kl_estimator=k3", "loss.kl_estimator=k3: is only read in training."),
-    ],
-)
-def test_eval_refuses_what_it_would_not_read(
-    word: str, expected: str, grpo: Grpo, tmp_path: Path
-) -> None:
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "m" / "model.safetensors").write_text("")
-    code, _, err = grpo("eval", "m", "recipe=arithmetic_tiny", word)
-    assert (code, expected in err, err.count("\n")) == (2, True, 1), err
 
 
 def test_eval_reads_knobs_of_a_loaded_model(
@@ -281,13 +217,6 @@ def test_recipes_and_rewards_are_listed(grpo: Grpo) -> None:
     _, rewards, _ = grpo("rewards")
     for name in ("exact_match", "math", "boxed_format", "length"):
         assert name in rewards
-
-
-def test_a_recipe_of_ones_own_with_a_mistake(grpo: Grpo, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [gsm8k_qwen, _self_]\nstepz: 3\n")
-    code, _, err = grpo("train", "recipe=./mine.yaml")
-    assert code == 2
-    assert "stepz: there is no such key. Did you mean steps?" in err
 
 
 def test_a_group_that_a_recipe_does_not_name_can_be_chosen(grpo: Grpo, tmp_path: Path) -> None:

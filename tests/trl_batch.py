@@ -34,7 +34,6 @@ ROWS = [
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:
-    """Returns the share of letters."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]
 
@@ -85,8 +84,6 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     batch: dict[str, Any] = {}
 
     class Watched(GRPOTrainer):  # type: ignore[misc]
-        """Keeps its first batch."""
-
         def _calculate_rewards(self, *given: Any, **named: Any) -> Any:
             rewards = super()._calculate_rewards(*given, **named)
             batch["rewards"] = rewards.tolist()

@@ -46,7 +46,6 @@ TEMPLATE = (
 
 
 def picture(seed: int, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
-    """Returns a random picture."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 

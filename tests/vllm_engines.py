@@ -50,7 +50,7 @@ CPU = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "TORCH_COMPI
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, *, tied: bool, hidden: int = 64
+    tokenizer: PreTrainedTokenizerFast, *, tied: bool, hidden: int = 64, positions: int = 512
 ) -> PreTrainedModel:
     """A random Qwen2 whose distributions are far from uniform, so that a change shows."""
     config = Qwen2Config(
@@ -60,7 +60,7 @@ def make_model(
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

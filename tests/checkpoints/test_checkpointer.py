@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from grpo_cli import random_streams
@@ -27,7 +27,6 @@ from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import (
     checkpoint_path,
     interrupted_path,
-    is_model,
     kept_path,
     recover,
     resumable,
@@ -57,12 +56,6 @@ class Late(Checkpointer):
 @pytest.fixture
 def workers() -> Workers:
     return Workers("cpu")
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    """What the user is told."""
-    return []
 
 
 @pytest.fixture
@@ -114,14 +107,6 @@ def saved(tmp_path: Path, tokenizer: Tokenizer, saver: Checkpointer) -> Saved:
         return path
 
     return save_step
-
-
-def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
-    empty(tmp_path, 1, 2, 3)
-    retention.prune(tmp_path, 1, None, in_use={checkpoint_path(tmp_path, 1)})
-    assert steps_saved(tmp_path) == [1, 3]
-    retention.prune(tmp_path, 1, None)
-    assert steps_saved(tmp_path) == [3]
 
 
 def empty(folder: Path, *steps: int) -> None:
@@ -251,28 +236,6 @@ def test_a_save_waits_for_the_one_before(
         assert steps_saved(tmp_path) == ([] if step == 1 else [1])
     assert saver.wait() is None
     assert steps_saved(tmp_path) == [1, 2]
-
-
-def test_a_plain_checkpoint_is_a_model_folder(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saved: Saved
-) -> None:
-    path = saved(3, trained(model), plain=True)
-    assert is_model(path)
-    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    assert all(torch.equal(loaded[k], v) for k, v in model.state_dict().items())
-    assert AutoTokenizer.from_pretrained(path)("1+1=") == tokenizer("1+1=")
-    model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = ((p / "model.safetensors").read_bytes() for p in (path, tmp_path / "theirs"))
-    assert ours == theirs
-
-
-def test_without_a_model_folder_an_export_has_what_it_needs(
-    model: PreTrainedModel, saved: Saved
-) -> None:
-    path = saved(3, trained(model))
-    assert [p.name for p in path.iterdir()] == ["training"]
-    names = {p.name for p in (path / "training" / "model").iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json"} <= names
 
 
 def test_every_kind_of_tensor_comes_back(model: PreTrainedModel, saved: Saved) -> None:
@@ -423,9 +386,6 @@ def test_what_follows_a_checkpoint_happens_once_it_has_its_name(
     assert lines == ["checkpoint step-3 is written, but then: no such luck"]
 
 
-# ---- a save that fails
-
-
 def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer, lines: Any
 ) -> None:
@@ -569,9 +529,6 @@ def test_an_index_that_would_run_code_is_refused(
     assert not (tmp_path / "evil").exists()
 
 
-# ---- several processes
-
-
 def test_copies_of_a_shard_are_written_once_and_none_may_be_missing() -> None:
     upper, lower = (
         Piece(torch.ones(2, 3), torch.Size([row, 0]), torch.Size([4, 3])) for row in (0, 2)
@@ -618,23 +575,29 @@ def test_any_number_of_processes_loads_what_any_other_wrote(
         )
 
 
-# ---- what is kept
-
-
 @pytest.mark.parametrize(
-    ("keep_last", "best", "kept"),
+    ("there", "keep_last", "best", "others", "kept"),
     [
-        (2, None, [30, 100]),
-        (1, 20, [20, 100]),
-        (2, 30, [30, 100]),
-        (9, None, [3, 20, 30, 100]),
+        ([3, 20, 30, 100], 2, None, {}, [30, 100]),
+        ([3, 20, 30, 100], 1, 20, {}, [20, 100]),
+        ([3, 20, 30, 100], 2, 30, {}, [30, 100]),
+        ([3, 20, 30, 100], 9, None, {}, [3, 20, 30, 100]),
+        ([20, 30, 40], 1, None, {"newest": 30}, [30, 40]),  # gone on from 20, for 40 is damaged
+        ([1, 2, 3], 1, None, {"in_use": 1}, [1, 3]),  # being read
     ],
 )
-def test_prune_keeps_the_newest_and_the_best(
-    tmp_path: Path, keep_last: int, best: int | None, kept: list[int]
+def test_prune_keeps_the_newest_the_best_and_what_is_in_use(
+    tmp_path: Path,
+    there: list[int],
+    keep_last: int,
+    best: int | None,
+    others: dict[str, int],
+    kept: list[int],
 ) -> None:
-    empty(tmp_path, 3, 20, 30, 100)
-    retention.prune(tmp_path, keep_last, best)
+    empty(tmp_path, *there)
+    known = {name: checkpoint_path(tmp_path, step) for name, step in others.items()}
+    in_use = {known["in_use"]} if "in_use" in known else ()
+    retention.prune(tmp_path, keep_last, best, known.get("newest"), in_use)
     assert steps_saved(tmp_path) == kept
 
 
@@ -664,12 +627,6 @@ def test_a_checkpoint_takes_the_place_of_a_link(tmp_path: Path, is_dangling: boo
     assert not (tmp_path / "step-1").is_symlink()
     assert moved.is_dir() is not is_dangling
     assert {p.name for p in tmp_path.iterdir()} - {"other_disk"} == {"step-1"}
-
-
-def test_prune_never_removes_the_one_just_written(tmp_path: Path) -> None:
-    empty(tmp_path, 20, 30, 40)  # gone on from 20, for 40 is damaged
-    retention.prune(tmp_path, 1, None, checkpoint_path(tmp_path, 30))
-    assert steps_saved(tmp_path) == [30, 40]
 
 
 def test_prune_removes_torn_folders_but_not_the_one_being_written(

@@ -221,12 +221,7 @@ def test_a_replacement_under_way_is_left_to_the_run_that_makes_it(tmp_path: Path
     assert not aside.exists()
 
 
-# torchrun, which starts its processes again.
-
-
 class Torchrun:
-    """What its processes find in their environment."""
-
     def __init__(self, patch: pytest.MonkeyPatch, name: str, job: str = "none") -> None:
         self.patch, self.name, self.job = patch, name, job
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_cli import cli
 from grpo_cli.checkpoints.paths import remove
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.report_runs import write_run
 
 KINDS: dict[str, Callable[[Path], object]] = {

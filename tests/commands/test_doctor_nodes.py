@@ -63,9 +63,6 @@ def test_a_node_that_has_not_arrived() -> None:
     assert list(problems) == ["b: has not arrived; a and c waited for it"]
 
 
-# What a node finds out.
-
-
 def test_ports_that_are_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -83,14 +80,11 @@ def test_a_node_finds_its_problems(tmp_path: Path) -> None:
     assert found == f"cannot write to {file / 'run'}: Not a directory"
 
 
-# Processes.
-
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the process of a node, with other options and another environment if need be."""
     port = free_port()
     running: list[subprocess.Popen[str]] = []
 
@@ -115,7 +109,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def ends(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
-    """(exit codes, what each said)."""
     said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     return [p.returncode for p in processes], said
 

@@ -21,8 +21,6 @@ from grpo_cli.evaluation.knobs import (
 )
 from grpo_cli.evaluation.settings import Benchmark
 
-# Which knobs are read.
-
 
 @pytest.mark.parametrize(
     ("word", "message"),
@@ -73,9 +71,6 @@ def test_of_completions_that_are_there_less_is_read(word: str) -> None:
         check_read_of_completions([word])
 
 
-# What a recipe says of training is no matter.
-
-
 def composed(**changes: Any) -> Any:
     cfg = OmegaConf.structured(Recipe)
     cfg.model.path, cfg.dataset.eval = "some/model", "a.jsonl"
@@ -108,9 +103,6 @@ def test_a_chat_template_is_read_for_benchmarks_too() -> None:
     parse(composed(**own, benchmark={"own": {"data": "a.jsonl"}}))
 
 
-# What eval.json says.
-
-
 def told(**changes: Any) -> str:
     cfg = composed(**changes)
     without_training(cfg, [])
@@ -141,9 +133,6 @@ OWN = {"benchmark": {"own": {"data": "a.jsonl", **TIR}}}
 )
 def test_other_settings_have_another_hash(always: dict[str, Any], changes: dict[str, Any]) -> None:
     assert told(**always) != told(**{**always, **changes})
-
-
-# Files of one's own.
 
 
 @pytest.mark.parametrize(

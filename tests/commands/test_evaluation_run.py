@@ -40,15 +40,12 @@ class Answers(Generator):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, table: dict[str, list[str]]) -> None:
         self.tokenizer, self.table = tokenizer, table
-        self.asked: list[tuple[str, int]] = []  # (question, completions)
 
     def sample(self, request: Request) -> Iterator[tuple[int, list[Completion]]]:
         num_generations, sampling = request.num_generations, request.sampling
         for number, prompt in enumerate(request.prompts):
             question, _, begun = self.tokenizer.decode(prompt.ids).partition("|")
             said = OUTPUT.sub("", begun)  # without what the tool has said
-            if not said:
-                self.asked.append((question, num_generations))
             texts = self.table[question][:num_generations]
             if said:
                 texts = [t for t in self.table[question] if t.startswith(said)][:1]
@@ -262,8 +259,6 @@ def test_an_evaluation_of_another_model_is_moved_aside_from_where_one_stands(
     assert json.loads((tmp_path / "here_1" / "eval.json").read_text()) == told
     assert not Path("eval.json").exists()
 
-
-# Killed and started again
 
 SLOW = """
 import sys, time

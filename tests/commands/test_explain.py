@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.commands.conftest import Grpo
 from tests.config.test_origins import line_of
+from tests.conftest import Grpo
 
 EPSILON_HIGH = line_of("recipes/loss/dapo.yaml", "epsilon_high")
 

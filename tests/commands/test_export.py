@@ -22,7 +22,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Adapter, Model
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -94,7 +94,8 @@ def test_an_export_is_what_transformers_writes(
     weights = "model.safetensors"
     expected = theirs(tmp_path, model)
     assert (out / weights).read_bytes() == (expected / weights).read_bytes()
-    assert (out / "config.json").read_text() == (expected / "config.json").read_text()
+    for name in ("config.json", "generation_config.json"):
+        assert (out / name).read_text() == (expected / name).read_text()
     if with_plain:
         assert (path / weights).read_bytes() == (expected / weights).read_bytes()
     loaded = AutoModelForCausalLM.from_pretrained(out)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.checkpoints import paths
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.report_runs import write_run
 from tests.tables import rows_of
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs, of which one has kept two steps, and files of rows and completions."""
+    """Runs, of which one has kept two steps, files of rows and completions, and a model."""
     folder = tmp_path_factory.mktemp("world")
     write_run(folder / "run")
     for step in (12, 20):
@@ -26,6 +26,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "old").mkdir()
     (folder / "old" / "recipe.yaml").write_text("recipe: test\n")
     (folder / "empty").mkdir()
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "model.safetensors").write_text("")
     (folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     (folder / "c.jsonl").write_text(json.dumps({"text": "4", "answer": "4", "right": True}) + "\n")
     return folder

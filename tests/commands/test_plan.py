@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.planning.test_plan import SEVEN_B
 
 

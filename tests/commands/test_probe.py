@@ -8,7 +8,7 @@ import pytest
 
 from grpo_cli.data import stored_completions
 from tests import programs
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 # The smallest run that there is, and a reward that any model gets at times.
@@ -29,7 +29,6 @@ def rows(tmp_path: Path) -> Path:
 
 
 def written(folder: str | Path) -> dict[str, Any]:
-    """Returns the probe.json of a folder."""
     found: dict[str, Any] = json.loads((Path(folder) / "probe.json").read_text())
     return found
 

@@ -18,7 +18,7 @@ from grpo_cli import cli
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.commands import replay
 from tests import programs
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.models.test_routers import changes_for
 from tests.training.test_train import trained
 
@@ -64,8 +64,6 @@ RECIPES: dict[str, list[str]] = {  # each mechanism once
 
 @pytest.fixture
 def recomputed(grpo: Grpo) -> Recomputed:
-    """Replays a step, and returns what --json prints."""
-
     def run(folder: Path, step: int) -> dict[str, Any]:
         code, out, err = grpo("replay", str(folder), f"--step={step}", "--json")
         assert (code, err) == (0, "")

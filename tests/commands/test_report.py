@@ -16,7 +16,6 @@ from tests.report_runs import write_json, write_run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, a and b, which differ in a knob."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "a")
     write_run(folder / "b", seed=3)

@@ -15,7 +15,7 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.scoring.settings import Reward, Scoring
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.data.test_files import write
 
 ROWS: list[dict[str, Any]] = [
@@ -82,9 +82,6 @@ def test_time_outs_and_latencies(grpo: Grpo, tmp_path: Path) -> None:
     assert one["seconds_p50"] < 1.0
 
 
-# One completion of a recipe's own row.
-
-
 @pytest.mark.smoke  # composes a recipe, in two seconds
 def test_one_completion_of_a_recipes_row(grpo: Grpo, tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", *[{"question": "1+1=", "answer": "2"}] * 3)
@@ -99,9 +96,6 @@ def test_one_completion_of_a_recipes_row(grpo: Grpo, tmp_path: Path) -> None:
     assert "exact_match │ 0" in out
     code, _, err = grpo("score", *words, "row=3", "completion=2")
     assert (code, err) == (2, "grpo: row = 3: rows.jsonl has 3 rows, counted from 0.\n")
-
-
-# Stored completions.
 
 
 def test_a_runs_stored_completions(grpo: Grpo, tmp_path: Path) -> None:
@@ -124,9 +118,6 @@ def test_a_runs_stored_completions(grpo: Grpo, tmp_path: Path) -> None:
         assert (code, err) == (0, "")
         (found,) = lines_of(tmp_path / "outputs/score/run-step-20.jsonl")
         assert found["rewards"] == {"exact_match": 1.0, "length": -3.0}
-
-
-# The parts.
 
 
 @pytest.mark.programs

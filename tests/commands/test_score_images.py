@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.pictures import PNG, image_groups, write_groups
 from tests.tables import table
 

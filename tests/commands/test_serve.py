@@ -123,9 +123,6 @@ def composed(recipe: str, *words: str) -> Recipe:
     return composed_with(f"recipe={recipe}", *words, parse=parsing.parse)
 
 
-# Words.
-
-
 def test_words_and_the_words_of_a_recipe() -> None:
     words = ["recipe=gsm8k_qwen", "port=81", "log=a: 1", "log.report=false", "~generation.stop"]
     words += ["model.dtype=bfloat16", "dtype=float16", "eager=no", "engine_args.max-num-seqs=512"]
@@ -144,9 +141,6 @@ def test_words_and_the_words_of_a_recipe() -> None:
         eager=False,
         engine_args={"max_num_seqs": 512, "hf_overrides": {"rope_theta": 1e4}},
     )
-
-
-# What the server is started with.
 
 
 def planned(gpus: int = 0, recipe: Recipe | None = None, **words: Any) -> ServerPlan:
@@ -272,9 +266,6 @@ def test_the_words_that_train(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert words(own=None, transfer="disk").endswith(" generation.vllm.transfer=disk")
     for host, shown in (("0.0.0.0", "node1"), ("::", "node1"), ("::1", "[::1]")):
         assert f"=[http://{shown}:81]'" in words(own=None, host=host, port=81)
-
-
-# Processes.
 
 
 @pytest.mark.smoke

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.reporting.reporter import completion_row, write_parquet
-from tests.commands.conftest import Grpo
-from tests.conftest import make_group, make_rollout
+from tests.conftest import Grpo, make_group, make_rollout
 from tests.episodes import make_episode
 
 

@@ -76,9 +76,6 @@ def test_a_model_on_several_gpus_has_fewer_copies() -> None:
     assert "\nSERVE_WORDS=(\n  data_parallel=1\n)" in text
 
 
-# The command.
-
-
 def command(*words: str) -> None:
     slurm.main(["recipe=arithmetic_tiny", *NEEDED, *words])
 
@@ -171,8 +168,6 @@ exec(os.environ.get("ON_" + kind, ""))
 
 @dataclass
 class Batch:
-    """The script of a job, and the machine it is run on."""
-
     fake: Path
     run: Path
     environment: dict[str, str]
@@ -200,7 +195,6 @@ class Batch:
         return process.returncode
 
     def sit(self, **does: str) -> int:
-        """One sitting; its exit status."""
         return self.end(self.start(**does))
 
     def until(self, name: str) -> None:

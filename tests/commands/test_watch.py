@@ -14,7 +14,7 @@ from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.live.panels import view
 from grpo_cli.reporting.run_folder import RunFolder
 from tests import programs
-from tests.commands.conftest import Grpo
+from tests.conftest import Grpo
 from tests.runs_on_disk import NOW, write_completions, write_run
 
 # GRPO_WRITE_SNAPSHOTS=1 rewrites them.
@@ -65,8 +65,6 @@ def test_the_verb_imports_nothing_that_takes_long() -> None:
 
 
 class Terminal(io.StringIO):
-    """Keeps what is written to it."""
-
     def isatty(self) -> bool:
         return True
 

@@ -27,7 +27,6 @@ INJECTION = (
 
 @pytest.fixture(scope="module")
 def make() -> Make:
-    """Returns the tokenizer of a family."""
     made: dict[str, PreTrainedTokenizerFast] = {}
 
     def one(family: str) -> PreTrainedTokenizerFast:
@@ -46,7 +45,6 @@ def prompt_of(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], **setting
 
 
 def control(tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> list[str]:
-    """Returns the control tokens of a prompt, in their order."""
     every = ControlTokens(tokenizer).ids
     return [str(tokenizer.convert_ids_to_tokens(i)) for i in prompt.ids if i in every]
 

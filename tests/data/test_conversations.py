@@ -68,16 +68,8 @@ def made(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **settings: An
     return prompt
 
 
-def test_a_conversation_of_a_column_of_another_name(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = made({"messages": [SYSTEM, USER]}, tokenizer, prompt="{messages}")
-    assert prompt.text == [SYSTEM, USER]
-    assert "{'role'" not in tokenizer.decode(prompt.ids)
-
-
 def test_an_answer_at_the_end_is_not_shown_to_the_model(tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"prompt": [USER, ANSWER]}
-    with pytest.raises(UserError, match=r"row 0 ends with a message of the assistant: set dataset"):
-        made(row, tokenizer)
     dropped = made(row, tokenizer, final_assistant="drop")
     assert (dropped.text, dropped.prefill) == ([USER], "")
     assert dropped.ids == made({"prompt": [USER]}, tokenizer).ids
@@ -92,14 +84,19 @@ def test_a_prefill_is_continued(tokenizer: PreTrainedTokenizerFast) -> None:
     assert prompt.conversation == [USER, prefill]
 
 
-def test_only_answers(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="has messages of the assistant only"):
-        made({"prompt": [ANSWER]}, tokenizer, final_assistant="drop")
-
-
-def test_two_system_messages_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match=r"dataset\.system: row 0 has a system message already"):
-        made({"prompt": [SYSTEM, USER]}, tokenizer, system="Hello")
+@pytest.mark.parametrize(
+    ("messages", "settings", "words"),
+    [
+        ([USER, ANSWER], {}, "row 0 ends with a message of the assistant: set dataset"),
+        ([ANSWER], {"final_assistant": "drop"}, "has messages of the assistant only"),
+        ([SYSTEM, USER], {"system": "Hello"}, "dataset.system: row 0 has a system message already"),
+    ],
+)
+def test_conversations_that_are_no_prompts(
+    messages: Any, settings: dict[str, Any], words: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(UserError, match=words):
+        made({"prompt": messages}, tokenizer, **settings)
 
 
 TEMPLATE = (

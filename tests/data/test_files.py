@@ -192,13 +192,27 @@ def test_numbers_in_json_stay_what_they_are(tmp_path: Path) -> None:
         ("a.jsonl", f'{{"question": {"1" * 5000}}}', "value has 5000 digits"),
         ("a.csv", "question,answer,answer\n1+1=,2,3\n", "the column 'answer' twice; rename one."),
         ("a.csv", "question,,\n1+1=,,\n", "the column '' twice; rename one."),
+        (
+            "a.jsonl",  # an empty line is none
+            '"question"\n\n{"question": 1}\n{\n2\n3\n',
+            "line 1: must be a JSON object; line 4: malformed JSON (Expecting property name "
+            "enclosed in double quotes); line 5: must be a JSON object; and 1 more.",
+        ),
+        ("a.json", '[\n{"question": 1},\n]', ", line 3: malformed JSON ("),
+        ("a.jsonl", "", ": the data set is empty."),
+        ("a.json", "[]", ": the data set is empty."),
+        ("a.csv", "question,answer\n", ": the data set is empty."),
+        ("a.parquet", "not parquet", ": cannot be read: "),
+        ("a.jsonl", "[" * 100_000, "a.jsonl: cannot be read: it is nested too deeply."),
+        ("a.jsonl", '{"question": ' + "[" * 100_000, "cannot be read: it is nested too deeply."),
     ],
-)  # fmt: skip
-def test_what_would_be_read_in_silence(
+)
+def test_what_cannot_be_read_or_would_be_read_in_silence(
     tmp_path_factory: pytest.TempPathFactory, name: str, text: str, complaint: str
 ) -> None:
     path = tmp_path_factory.mktemp("data") / name
     path.write_text(text)
+    assert message(path).startswith(f"dataset.train = {path}")
     assert complaint in message(path)
     with pytest.raises(UserError) as error:
         open_stream(Dataset(train=str(path), prompt="{question}", streaming=True))

@@ -53,9 +53,6 @@ def message(config: Dataset, split: str = "train") -> str:
     return str(error.value)
 
 
-# Files to rows.
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / name, *ROWS)
@@ -180,52 +177,10 @@ def test_renamed_columns(jsonl: Path) -> None:
     ]
 
 
-# What a user may get wrong.
-
-
 def test_no_data() -> None:
     for split in ("train", "eval"):
         said = message(config(None), split)
         assert said == f"dataset.{split}: no data; give a file or a hub name."
-
-
-def test_missing_file_with_the_nearest_name(jsonl: Path) -> None:
-    assert message(config(jsonl.with_name("row.jsonl"))).endswith("Did you mean rows.jsonl?")
-    assert message(config(jsonl.parent / "no" / "such.csv")).endswith("there is no such file.")
-
-
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    (path := tmp_path / "rows.txt").write_text("a", "utf-8")
-    assert ": must be a .json, .jsonl, .csv, .parquet file (or .gz of" in message(config(path))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "complaint"),
-    [
-        (
-            "a.jsonl",
-            '{"question": 1}\n\n{"question": \n',
-            ", line 3: malformed JSON (Expecting value).",
-        ),
-        ("a.jsonl", '{"question": 1}\n[1]\n', ", line 2: must be a JSON object."),
-        (
-            "a.jsonl",
-            '"question"\n{"question": 1}\n{\n2\n3\n',
-            ", line 1: must be a JSON object; line 3: malformed JSON (Expecting property name "
-            "enclosed in double quotes); line 4: must be a JSON object; and 1 more.",
-        ),
-        ("a.json", '[\n{"question": 1},\n]', ", line 3: malformed JSON ("),
-        ("a.jsonl", "", ": the data set is empty."),
-        ("a.json", "[]", ": the data set is empty."),
-        ("a.csv", "question,answer\n", ": the data set is empty."),
-        ("a.parquet", "not parquet", ": cannot be read: "),
-    ],
-)
-def test_malformed_files(tmp_path: Path, name: str, text: str, complaint: str) -> None:
-    (tmp_path / name).write_text(text, "utf-8")
-    found = message(config(tmp_path / name))
-    assert found.startswith(f"dataset.train = {tmp_path / name}{complaint}")
-    assert "\n" not in found
 
 
 def test_a_file_that_is_not_whole_gzip(tmp_path: Path) -> None:
@@ -274,9 +229,6 @@ def test_a_doubled_brace_is_a_literal_one(jsonl: Path, tokenizer: PreTrainedToke
     template = config(jsonl, prompt=r"{question} in \boxed{{}}")
     prompts, _ = make_prompts(load_rows(template, "train"), template, tokenizer)
     assert prompts[0].text == r"0+1= in \boxed{}"
-
-
-# Rows to prompts.
 
 
 def rows(*rows: dict[str, Any]) -> Rows:
@@ -331,19 +283,6 @@ def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
         *map(said.format, (1, 2, 3)),
         "5 of 6 rows of rows.jsonl are no prompts.",
     ]
-
-
-def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    settings = Dataset(prompt="{question}", chat=True, system="Be brief.")
-    (prompt,), _ = make_prompts(rows({"question": "1+1="}), settings, tokenizer)
-    assert prompt.text == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1="},
-    ]
-    assert tokenizer.decode(prompt.ids) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_a_row_of_messages_is_kept_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -406,8 +345,6 @@ def test_prompts_list_the_tools_of_their_row(tokenizer: PreTrainedTokenizerFast)
     shown = [tokenizer.decode(p.ids).split("<|im_start|>user")[0] for p in prompts]
     assert shown == ["<|im_start|>tools f(x)<|im_end|>\n", ""]
 
-
-# The order of prompts.
 
 PROMPTS = [Prompt(row, [row + 3], str(row), {}) for row in range(7)]
 
@@ -484,13 +421,6 @@ def test_a_share_counts_a_prompt_once_and_each_of_its_completions() -> None:
         run.stream = PromptStream(prompts, seed=1, shuffle=False)
         shares.append([position for position, _ in RolloutQueue.take_prompts(run, 3)])
     assert shares == [[1], [0, 2]]  # 10 + 4 · 1 = 14, 1 + 4 · 4 = 17 and 1 + 4 · 2 = 9
-
-
-@pytest.mark.parametrize("start", ["", '{"question": '])
-def test_json_without_end_is_one_sentence(tmp_path: Path, start: str) -> None:
-    path = tmp_path / "deep.jsonl"
-    path.write_text(start + "[" * 100_000)
-    assert message(config(path)).endswith("deep.jsonl: cannot be read: it is nested too deeply.")
 
 
 def held_out(jsonl: Path, **settings: Any) -> tuple[list[str], list[str]]:

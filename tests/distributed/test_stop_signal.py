@@ -246,9 +246,6 @@ def test_a_signal_while_the_others_are_asked(heard: Heard) -> None:
     assert len(heard.said) == 1
 
 
-# How long it has.
-
-
 @pytest.mark.parametrize(("given", "expected"), [("", 20.0), ("0", 0.0), ("2.5", 2.5)])
 def test_grace(given: str, expected: float, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_GRACE", given)

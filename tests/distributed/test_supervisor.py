@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -233,16 +232,11 @@ def test_processes_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> N
     assert "is gone: torchrun there has ended" in line
 
 
-def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "nodes"), [("none", 1), ("kill", 1), ("kill", 2)])
 def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str, nodes: int) -> None:
     """As when srun starts the processes itself, without torchrun."""
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2"}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(programs.free_port()), "WORLD_SIZE": "2"}
     command = programs.alone(*watched(tmp_path, mode, 1))
     with contextlib.ExitStack() as stack:
         processes = [
@@ -267,9 +261,6 @@ def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str, nodes: 
         (line,) = told(screens[0])
         assert line.startswith(f"grpo: process 1 on n{nodes - 1} {what}")
         assert "it was last in reward of step 2" in line
-
-
-# In this process, alone.
 
 
 @pytest.fixture

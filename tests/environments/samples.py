@@ -88,8 +88,6 @@ def fault(what: str) -> Any:
 
 
 class Guess:
-    """Our own manner."""
-
     def __init__(self, limit: int = 32) -> None:
         self.limit = limit
 
@@ -106,8 +104,6 @@ class Guess:
 
 
 class Counter:
-    """TRL's manner."""
-
     made = 0
 
     def __init__(self) -> None:
@@ -224,8 +220,6 @@ class Waits:
 
 
 class Numbered:
-    """Says at reset which object it is."""
-
     made = 0
 
     def __init__(self) -> None:
@@ -252,7 +246,3 @@ class Closes:
     def close(self) -> None:
         self.file.write_text("")
         raise RuntimeError("never opened")
-
-
-def gone_wrong(a: int) -> int:
-    return a

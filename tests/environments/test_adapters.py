@@ -24,26 +24,6 @@ def names(schemas: Any) -> list[str]:
     return [s["function"]["name"] for s in schemas]
 
 
-def test_our_own_manner_with_a_tool_of_the_recipe() -> None:
-    async def episode() -> None:
-        env = made(
-            path=f"{SAMPLES}:Guess", args={"limit": 8}, tools={"times": f"{SAMPLES}:multiply"}
-        )
-        first = await env.reset({}, seed=3)
-        assert texts(first) == ["Below 8?"]
-        assert names(first.tools) == ["times"]
-        answer = await env.step(calls(("times", {"a": 2, "b": 4})))
-        assert (texts(answer), answer.done, answer.reward) == (["8"], False, None)
-        assert [(c.name, c.failed) for c in answer.calls] == [("times", False)]
-        right = env.given.number
-        assert texts(await env.step(says("-1"))) == ["higher"]
-        last = await env.step(says(str(right)))
-        assert (last.reward, last.done) == (1.0, True)
-        assert (await env.finish()).rewards == {}
-
-    asyncio.run(episode())
-
-
 class Shop:
     tools = ({"type": "function", "function": {"name": "buy", "parameters": {}}},)
 

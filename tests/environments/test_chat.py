@@ -61,9 +61,6 @@ def decoded(chat: Chat, ids: list[int]) -> str:
     return str(chat.tokenizer.decode(ids))
 
 
-# What the templates are found to be able to do.
-
-
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_a_family_passes_and_its_format_is_found(make: Make, family: str) -> None:
     chat = make(family)
@@ -152,9 +149,6 @@ def test_the_tokenizers_own_response_template_goes_first(make: Make) -> None:
     finally:
         tokenizer.response_template = None
     assert make("qwen2_5", response_template="llama3").parser.read is FORMATS["llama3"]
-
-
-# The ids.
 
 
 def words(rng: random.Random) -> str:
@@ -318,9 +312,6 @@ def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
     }
 
 
-# Episodes that are given as messages.
-
-
 def test_an_episode_as_messages_has_the_ids_of_a_played_one(make: Make) -> None:
     chat = make("tiny")
     answer = {"role": "assistant", "content": "42"}
@@ -333,9 +324,6 @@ def test_an_episode_as_messages_has_the_ids_of_a_played_one(make: Make) -> None:
     assert decoded(chat, turns[0]) == (
         '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call><|im_end|>'
     )
-
-
-# The prompt.
 
 
 def prompt_of(chat: Chat, text: str = "Guess.", prefill: str = "") -> Prompt:

@@ -174,10 +174,6 @@ def test_neighbouring_async_calls_run_at_the_same_time() -> None:
     assert texts(observation) == ["a", "b"]
 
 
-def test_a_turn_without_a_call_ends_the_episode() -> None:
-    assert step().done
-
-
 @table(
     ("what", "expected"),
     [

@@ -120,7 +120,6 @@ def sample(
 def complete(
     inner: Scripted, settings: Tools = QUICK, sampling: Sampling | None = None
 ) -> Completion:
-    """One completion of the prompt "q|"."""
     prompt = encode(inner.tokenizer, "q|")
     how = (settings, [prompt], 1, sampling or Sampling(2000), [1])
     ((c,),) = sample(inner, inner.tokenizer, *how)
@@ -144,8 +143,6 @@ def parts_of(c: Completion, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     begins_sampled = not mask or mask[0]
     return [Out(t) if (i % 2 == 0) != begins_sampled else t for i, t in enumerate(texts)]
 
-
-# Which text is a program, and what is shown of a call.
 
 PROGRAMS = rows_of("environments/programs.jsonl")
 
@@ -191,9 +188,6 @@ def test_a_program_cannot_speak_for_its_runner() -> None:
     assert execute([source], QUICK).text == "[b'', '']"
     assert execute([source.replace("lseek", "fstat").replace("0, 0, 0", "0")], QUICK).text
     assert execute(["print('0' * 32 + 'ok')"], QUICK).text == "0" * 32 + "ok"
-
-
-# A completion
 
 
 def test_a_program_is_run_and_its_output_appended(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -376,9 +370,6 @@ def test_pieces_and_prompts_are_never_longer_than_the_whole(
     assert inner.rounds[0][1].min_tokens == 32
 
 
-# Many completions
-
-
 FRAGMENTS = ["so ", "x", "\n", "```python\n", "```python\n", "1\n", "```\n", "```\n", "```", END]
 
 
@@ -453,9 +444,6 @@ def test_seeds_of_rounds(
     assert sorted(drawn) == sorted(expected)
 
 
-# Failures
-
-
 def test_a_sandbox_that_fails_ends_the_run(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,6 +462,3 @@ def test_describe_tries_the_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="bubblewrap is not on PATH"):
         describe(Tools())
-
-
-# The embedded engine

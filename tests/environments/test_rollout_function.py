@@ -51,6 +51,16 @@ async def raises_later(conversation: Conversation) -> None:
     raise RuntimeError("no more")
 
 
+async def rewards_at_once(conversation: Conversation) -> None:
+    conversation.reward(1.0)
+    await conversation.turn()
+
+
+async def calls_at_once(conversation: Conversation) -> None:
+    await conversation.call_tools(said("", 3))
+    await conversation.turn()
+
+
 def opened(start: Open, name: str, **args: Any) -> EnvironmentSession:
     return start(f"{HERE}:{name}", args=args).open("", {"item": "a rug"}, 7)
 
@@ -92,6 +102,8 @@ def test_the_built_in_loop_of_tools_can_be_written_with_it(start: Open) -> None:
         ("silent", "returned before the model took a turn"),
         ("says_as_assistant", "assistant"),
         ("raises_later", "RuntimeError: no more"),
+        ("rewards_at_once", "conversation.reward was called before the model's first turn"),
+        ("calls_at_once", "conversation.call_tools was called before the model's first turn"),
     ],
 )
 def test_a_function_that_fails_is_a_failed_environment(
@@ -112,23 +124,3 @@ async def takes_two(conversation: Conversation, other: int) -> None: ...
 def test_a_function_that_takes_no_conversation_is_a_mistake(start: Open, name: str) -> None:
     with pytest.raises(UserError, match=f"{name}: a rollout function must take a conversation"):
         start(f"{HERE}:{name}").try_out("", {})
-
-
-async def rewards_at_once(conversation: Conversation) -> None:
-    conversation.reward(1.0)
-    await conversation.turn()
-
-
-async def calls_at_once(conversation: Conversation) -> None:
-    await conversation.call_tools(said("", 3))
-    await conversation.turn()
-
-
-@pytest.mark.parametrize(
-    ("name", "method"), [("rewards_at_once", "reward"), ("calls_at_once", "call_tools")]
-)
-def test_nothing_is_rewarded_or_called_before_the_first_turn(
-    start: Open, name: str, method: str
-) -> None:
-    problem = f"conversation.{method} was called before the model's first turn"
-    assert problem in str(failed(opened(start, name).reset()))

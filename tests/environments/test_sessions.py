@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_cli.environments.functions import EnvironmentFailure
-from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.sessions import EnvironmentSession, Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
@@ -28,22 +27,13 @@ def test_an_episode(start: Open) -> None:
     assert texts(session.reset().result(PATIENCE)) == ["Below 32?"]
     guesses = {i: session.step(says(str(i))).result(PATIENCE) for i in range(32)}
     (right,) = [i for i, o in guesses.items() if o.reward == 1.0]
+    assert right == random.Random(7).randrange(32), "of its seed"
     assert guesses[right].done
     assert {tuple(texts(o)) for i, o in guesses.items() if i < right} <= {("higher",)}
     assert session.finish().result(PATIENCE).rewards == {}
     again = sessions.open("", {}, seed=7)
     again.reset().result(PATIENCE)
     assert again.step(says(str(right))).result(PATIENCE).done, "the same seed, the same number"
-
-
-def test_tools_without_an_environment(start: Open) -> None:
-    sessions = start(tools={"times": "multiply", "wait": "wait_for"})
-    assert [s["function"]["name"] for s in sessions.schemas()] == ["times", "wait"]
-    session = begin(sessions)
-    answer = session.step(calls(("wait", {"text": "a"}), ("times", {"a": 2, "b": "3"})))
-    assert texts(answer.result(PATIENCE)) == ["a", "6"]
-    assert session.step(says("It is 6.")).result(PATIENCE).done
-    assert session.finish().result(PATIENCE) == Observation()
 
 
 def test_many_sessions_share_a_few_workers_and_keep_their_states(start: Open) -> None:
@@ -321,11 +311,6 @@ def test_workers_that_cannot_start(start: Open, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     failure = failed(start("Guess").open("", {}, 0).reset())
     assert "no worker process could be started: its worker process ended" in str(failure)
-
-
-def test_tools_that_are_no_tools_are_a_mistake(start: Open) -> None:
-    with pytest.raises(UserError, match="it has no docstring"):
-        start(tools={"fault": "gone_wrong"}).schemas()
 
 
 def test_the_text_of_a_failure_is_shortened_and_cleaned() -> None:

@@ -60,9 +60,6 @@ def values(
     return [[next(iter(r.reward_parts.values())) for r in g.rollouts] for g in groups]
 
 
-# Gold answers in the file.
-
-
 @pytest.mark.runs
 def test_a_file_with_its_own_answers(tmp_path: Path, executor: RewardExecutor) -> None:
     lines = [{**row, "completion": f"It is {6 - i}."} for i, row in enumerate(DATA)]
@@ -85,9 +82,6 @@ def test_columns_are_renamed(tmp_path: Path, executor: RewardExecutor) -> None:
     groups = read(path, config, columns={"completion": "solution", "answer": "gold"})
     assert groups[0].prompt.columns == {"question": "Q", "answer": "4"}
     assert values(groups, config, executor) == [[1.0]]
-
-
-# Several completions of a problem.
 
 
 def test_completions_of_a_row_are_a_group_in_the_order_of_sample(
@@ -127,9 +121,6 @@ def test_messages_are_completions_and_prompts(
     groups = read(write(tmp_path / "c.jsonl", line), mine)
     assert groups[0].prompt.text == prompt
     assert values(groups, mine, executor) == [[1.0]]
-
-
-# Gold answers in the benchmark's data.
 
 
 @pytest.mark.parametrize(
@@ -211,9 +202,6 @@ def test_an_id_that_the_data_has_twice(tmp_path: Path) -> None:
     assert shape(read(write(tmp_path / "d.jsonl", *by_row), mine)) == [(0, ["x"]), (3, ["x"])]
 
 
-# What `grpo eval` and a run have written.
-
-
 def evaluated(tmp_path: Path, mine: Benchmark) -> list[Line]:
     """Rows as `grpo eval` writes them."""
     rows = []
@@ -265,9 +253,6 @@ def test_what_a_run_has_written(tmp_path: Path) -> None:
     ]
 
 
-# Programs.
-
-
 def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExecutor) -> None:
     lines = [
         {
@@ -289,13 +274,9 @@ def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExe
         read(write(tmp_path / "d.jsonl", *lines), config)
 
 
-# What is wrong is said.
-
-
 @table(
     ("lines", "said"),
     [
-        ([{"text": "x"}], "has no column 'completion'; it has text."),
         ([{"row": 0, "completion": None}], "row 0: the completion is None; it must be text."),
         ([{"completion": "x"}], "Name one with columns.answer=NAME, columns.row=NAME or columns.i"),
         ([{"row": 3, "completion": "x"}], "row 0: row is 3; {data} has no such row."),
@@ -324,9 +305,6 @@ def test_what_is_wrong_with_a_file_is_said(
         read(path, mine)
     assert str(error.value).startswith(f"completions = {path}")
     assert said.replace("{data}", mine.data) in str(error.value)
-
-
-# Whole sets.
 
 
 @pytest.mark.slow

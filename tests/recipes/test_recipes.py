@@ -146,28 +146,6 @@ def test_the_papers_settings() -> None:
     assert recipe.loss.normalize == "completions"
 
 
-# What the command line sets to no effect, and what it takes back.
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["loss=sapo", "loss.epsilon=0.2"], "loss.epsilon = 0.2: is only read with loss.policy"),
-        (["loss=sapo", "++loss.epsilon=0.2"], "loss.epsilon = 0.2: is only read with"),
-        (["loss=sapo", "loss.epsilon_high=null"], "loss.epsilon_high = null: is only read with"),
-        (["loss.policy=sapo"], "loss.epsilon_high = 0.28: is only read with loss.policy"),
-        (["eval.top_p=1"], "eval.top_p = 1: is only read when eval.temperature is above 0."),
-        (["recipe=gsm8k_qwen", "dataset.chat=false"], "dataset.system = Please"),
-    ],
-    ids=str,
-)
-def test_setting_without_effect(words: list[str], expected: str) -> None:
-    with pytest.raises(UserError) as error:
-        composed(*words)
-    assert str(error.value).startswith(expected)
-    assert "\n" not in str(error.value)
-
-
 def test_what_the_recipe_says_can_be_taken_back() -> None:
     recipe = composed("recipe=gsm8k_qwen", "dataset.chat=false", "dataset.system=null")
     assert recipe.dataset.system is None
@@ -189,8 +167,6 @@ def test_what_a_users_recipe_says_is_read_refused_or_taken_back(tmp_path: Path) 
     back = composed(mine, "loss.beta=0", "loss.kl_estimator=k3")
     assert back.loss == Loss(normalize="completions")
 
-
-# Stored recipes.
 
 SCHEDULES = [
     "schedules.loss.beta={to: 0.1, shape: cosine, end: 50}",

@@ -35,12 +35,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield fake
 
 
-@pytest.fixture
-def lines() -> list[str]:
-    """What the user is told."""
-    return []
-
-
 def recipe(**settings: Any) -> Recipe:
     made = Recipe(recipe="test", hub=Hub(**settings))
     made.model.path = "Qwen/Qwen2.5-0.5B"
@@ -88,9 +82,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# The check at the start.
-
-
 def test_the_start_creates_what_is_missing(server: FakeHub) -> None:
     assert hub.check(recipe(repo="x")) is None
     assert server.private == {"me/x": True}
@@ -125,9 +116,6 @@ def test_a_hub_that_is_not_there_is_a_note(
     assert "hub.repo = me/x: the hub cannot be reached now (500" in note
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "ConnectError" in (hub.check(recipe(repo="me/x")) or "")
-
-
-# Pushes.
 
 
 @pytest.mark.programs

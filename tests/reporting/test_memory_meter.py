@@ -11,7 +11,6 @@ KNOWN = 2**27
 
 @pytest.fixture
 def meter() -> MemoryMeter:
-    """Returns a meter in its first measured step."""
     meter = MemoryMeter(CPU)
     for _ in range(CPU_STEPS.start):
         assert meter.of_next_step(lambda: 0) is None

@@ -11,7 +11,6 @@ from grpo_cli.reporting import progress
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which a test sets."""
     time = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: time[0])
     return time

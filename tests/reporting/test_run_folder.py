@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.errors import UserError
 from grpo_cli.reporting.run_folder import RunFolder
 
 
@@ -32,11 +31,3 @@ def test_a_held_lock_is_a_running_run(folder: Path) -> None:
 def test_a_run_of_another_machine_is_not_known_to_run(folder: Path) -> None:
     (folder / ".lock").write_text("process 1 on elsewhere, since 2026-11-25 10:00:00\n")
     assert RunFolder.open(folder).is_running is None
-
-
-@pytest.mark.parametrize(
-    ("given", "said"), [("gone", "no such folder"), ("", "no folder of a run")]
-)
-def test_what_is_no_run_is_said(tmp_path: Path, given: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        RunFolder.open(tmp_path / given)

@@ -11,8 +11,6 @@ from tests.conftest import CPU
 
 
 class Hands:
-    """What a clock reads."""
-
     now = 100.0
 
     def __call__(self) -> float:

@@ -59,22 +59,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Calls]:
     return install
 
 
-@pytest.fixture
-def lines() -> list[str]:
-    """What the user is told."""
-    return []
-
-
 def tracked(lines: list[str], *backend: str) -> Trackers:
     return Trackers(Tracking(backend=[*backend], project="mine"), Workers("cpu"), lines.append)
-
-
-@pytest.mark.runs
-def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path: Path) -> None:
-    live = trained(tmp_path, tracking__backend="tensorboard")
-    events = EventAccumulator(str(live.folder / "tensorboard")).Reload()
-    rewards = [(event.step, event.value) for event in events.Scalars("reward")]
-    assert rewards == [(m["step"], pytest.approx(m["reward"])) for m in metrics(live)]
 
 
 @pytest.mark.runs
@@ -99,7 +85,9 @@ def test_a_run_has_several_trackers_and_a_resumed_one_continues_their_runs(
     assert inits == [{"project": "mine", "name": "run", "id": identity, "resume": "allow"}] * 2
     inits = [call[1] for call in trackio if call[0] == "init"]
     assert inits == [{"project": "mine", "name": "run", "resume": "allow"}] * 2
-    assert (live.folder / "tensorboard").is_dir()
+    events = EventAccumulator(str(live.folder / "tensorboard")).Reload()
+    rewards = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert rewards == [(m["step"], pytest.approx(m["reward"])) for m in metrics(live)]
 
 
 def test_a_tracker_that_fails_is_a_note_once_and_the_others_go_on(

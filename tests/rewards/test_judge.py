@@ -143,9 +143,6 @@ def ask(
     return asyncio.run(within_time())
 
 
-# Reading the score.
-
-
 @table("row", rows_of("rewards/judge_replies.jsonl"))
 def test_replies(row: dict[str, Any], server: Server) -> None:
     """What is no score, which has no value in the table, is asked for again."""
@@ -211,9 +208,6 @@ def test_what_the_token_limit_cuts_off_is_no_score(server: Server) -> None:
     server.replies = [cut]
     with pytest.raises(RuntimeError, match=r"reply, cut off at max_tokens, was 'Score .*: 1'"):
         ask(server.base_url, model="another")
-
-
-# What is asked.
 
 
 def test_the_request(server: Server) -> None:
@@ -314,9 +308,6 @@ def test_a_row_without_what_the_template_names_does_not_count(server: Server) ->
     assert extras == [("judge_reply", [None, "Score: 5"])]
 
 
-# A server in trouble.
-
-
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_is_asked_again(status: int, server: Server, no_pauses: None) -> None:
     server.replies = [Reply(status=status, body=b"{}")] * 3 + [Reply("Score: 9")]
@@ -363,7 +354,6 @@ REFUSAL = b'{"error": {"message": "no such thing"}}'
         (Reply(status=401, body=REFUSAL), 1, "401: .* The key is read from the environment varia"),
         (Reply(status=404, body=REFUSAL), 1, "404: .* Most addresses end in /v1, and model is the"),
         (Reply(status=429, body=REFUSAL), 3, r"^judge: http://.*/v1/ answered 429: '.*no such"),
-        (Reply(status=503, body=REFUSAL), 3, r"^judge: http://.*/v1/ answered 503: '.*no such"),
     ],
 )
 def test_what_is_no_answer_is_said(
@@ -383,9 +373,6 @@ def test_calls_after_one_another_share_a_connection(server: Server) -> None:
     asyncio.run(three_times())
     assert len(server.requests) == 3
     assert len(server.callers) == 1
-
-
-# The key.
 
 
 @pytest.mark.parametrize(
@@ -427,9 +414,6 @@ def test_without_the_package(server: Server, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ImportError, match=r"pip install 'openai>=1.50'\.$"):
         ask(server.base_url)
-
-
-# Arguments.
 
 
 def test_how_it_wants_to_be_called() -> None:

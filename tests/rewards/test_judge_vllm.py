@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.rewards.judge import judge
 from tests.programs import free_port
+from tests.vllm_engines import save_model
 
 pytestmark = pytest.mark.vllm
 
@@ -35,7 +36,7 @@ def address(
     """The base_url of a server with a tiny random Qwen2, called `judge`."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("judge")
-    save_model(folder, tokenizer)
+    save_model(folder, tokenizer, tied=False, positions=4096)
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
@@ -52,27 +53,6 @@ def address(
     finally:
         os.killpg(server.pid, signal.SIGKILL)  # its own session: the engine's process with it
         server.wait()
-
-
-def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:

@@ -118,21 +118,31 @@ def as_chat(prompt: str, completion: str) -> tuple[Any, Any]:
     )
 
 
-def test_plain_rows_are_one_text(qwen: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    expected = [alone(qwen, tokenizer(p + c)["input_ids"]) for p, c in ROWS]
-    assert score(qwen, ROWS) == pytest.approx(expected, abs=1e-5)
-    assert max(expected) - min(expected) > 0.1
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+CHATS = [as_chat(*row) for row in ROWS]
+KIND = [([{"role": "system", "content": "Be kind."}, *p], c) for p, c in CHATS]
 
 
-def test_chat_rows_go_through_the_models_own_template(
-    qwen: str, tokenizer: PreTrainedTokenizerFast
+@pytest.mark.parametrize(
+    ("rows", "args", "text"),
+    [
+        (ROWS, {}, "{}{}"),
+        (ROWS, {"eos": True}, "{}{}" + END),
+        (ROWS, {"chat": True}, CHAT),
+        (CHATS, {}, CHAT),
+        (KIND, {"chat": False}, "Be kind.\n{}\n{}"),
+    ],
+)
+def test_rows_are_plain_text_or_go_through_the_models_own_template(
+    rows: list[Any],
+    args: dict[str, Any],
+    text: str,
+    qwen: str,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    texts = [
-        f"<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n{c}<|im_end|>\n" for p, c in ROWS
-    ]
-    expected = [alone(qwen, tokenizer(text)["input_ids"]) for text in texts]
-    assert score(qwen, [as_chat(*row) for row in ROWS]) == pytest.approx(expected, abs=1e-5)
-    assert score(qwen, ROWS, chat=True) == pytest.approx(expected, abs=1e-5)
+    expected = [alone(qwen, tokenizer(text.format(*row))["input_ids"]) for row in ROWS]
+    assert score(qwen, rows, **args) == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.1
 
 
 def test_arguments_of_the_template(qwen: str, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -157,22 +167,6 @@ def test_special_tokens_are_the_templates_own(bert: str) -> None:
     tokenizer.save_pretrained(bert)
     assert score(bert, [as_chat("ab", "c")]) == score(bert, [("ab", "c")])
     assert score(bert, [as_chat("ab", "c")]) != score(bert, [("[CLS]ab", "c[SEP]")])
-
-
-def test_messages_without_a_template_are_their_contents(
-    qwen: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    system = {"role": "system", "content": "Be kind."}
-    prompt, completion = as_chat("q", "a")
-    expected = alone(qwen, tokenizer("Be kind.\nq\na")["input_ids"])
-    found = score(qwen, [([system, *prompt], completion)], chat=False)
-    assert found == pytest.approx([expected], abs=1e-5)
-
-
-def test_an_end_token_behind_plain_rows(qwen: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    expected = [alone(qwen, [*tokenizer(p + c)["input_ids"], 2]) for p, c in ROWS]
-    assert score(qwen, ROWS, eos=True) == pytest.approx(expected, abs=1e-5)
-    assert score(qwen, ROWS) != pytest.approx(expected, abs=1e-2)
 
 
 # The head reads the last token that is not the pad token: no pad token, the end token as such,

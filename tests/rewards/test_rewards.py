@@ -175,8 +175,6 @@ def test_what_is_read_of_a_text(row: dict[str, Any]) -> None:
         assert math([row["text"]], answer=[found]) == [1.0], "right where it is the gold answer"
 
 
-# All of them.
-
 N = 100_000
 HOSTILE = {
     "empty": "",

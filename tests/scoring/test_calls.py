@@ -56,9 +56,6 @@ def metrics(*sessions: ScoringSession) -> dict[str, float]:
     return {name: value for name, value in found.items() if not name.startswith("time/")}
 
 
-# In worker processes.
-
-
 def test_a_timeout_moves_a_function_to_workers_one_completion_a_call(
     executor: RewardExecutor,
 ) -> None:
@@ -123,9 +120,6 @@ def test_those_of_a_batch_that_do_not_fail_are_called_together(executor: RewardE
     assert metrics(session) == {"rewards/r/errors": 1.0, "rewards/r/size": 2.0}
 
 
-# What is remembered.
-
-
 def calls_of(path: Path) -> list[str]:
     return path.read_text().split("\0")[1:]
 
@@ -159,9 +153,6 @@ def test_what_is_remembered_is_logged_again(executor: RewardExecutor) -> None:
         session = score(executor, rollouts, r=spec("logs_once", timeout=30))
         assert rollouts[0].extras == {"shouted": "ABC"}
         assert metrics(session)["rewards/r/length"] == 3.0
-
-
-# Async functions.
 
 
 def test_async_functions_wait_together_within_the_limit(executor: RewardExecutor) -> None:
@@ -217,9 +208,6 @@ def verdict_of(executor: RewardExecutor, text: str) -> None:
     score(executor, rollouts, r=spec("ends", timeout=2.0))
     if rollouts[0].reward_parts["r"] is None:
         raise TrainingError("reward 'r' took more than its time")
-
-
-# Metrics, extras, the run's state.
 
 
 def test_logged_metrics_are_averaged_over_calls_and_sheets(executor: RewardExecutor) -> None:
@@ -285,9 +273,6 @@ def test_functions_read_the_log_of_the_run(
     assert news == [log[:1], log[1:], [], other, [], log], "a worker keeps the lines that it has"
 
 
-# Settings that are of no use are refused.
-
-
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
@@ -320,9 +305,6 @@ def test_what_a_function_says_of_itself_is_for_the_log(
         make(executor, {"r": spec("is_shouted", args={"level": 4})})
 
 
-# Tried out before the run.
-
-
 @pytest.mark.parametrize(("name", "knobs"), [("does", {"timeout": 30.0}), ("waits", {})])
 def test_a_reward_that_fails_is_found_before_the_run(
     executor: RewardExecutor, name: str, knobs: dict[str, Any]
@@ -331,9 +313,6 @@ def test_a_reward_that_fails_is_found_before_the_run(
     with pytest.raises(UserError, match=r"^reward\.r: tried out on row 0 .*raised RuntimeError"):
         make(executor, {"r": spec(name, **knobs)}, "answer").try_out(sample)
     make(executor, {"r": spec(name, **knobs, on_error="count")}, "answer").try_out(sample)
-
-
-# Names.
 
 
 def test_modules_are_imported_for_their_names(

@@ -14,8 +14,7 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
-from grpo_cli.rewards import reward, shipped
-from grpo_cli.rewards.exact_match import exact_match
+from grpo_cli.rewards import reward
 from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.settings import Reward
@@ -129,15 +128,6 @@ def training_error(rollouts: list[Rollout], says: str, **rewards: Reward | str) 
     assert says in str(error.value)
 
 
-# Names.
-
-
-def test_a_shipped_reward_by_its_short_name() -> None:
-    assert resolve("exact_match") is exact_match
-    assert {"exact_match", "math", "length", "boxed_format"} <= set(shipped())
-    assert not any(name.startswith("_") for name in shipped())
-
-
 def test_a_function_of_a_module_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,9 +143,6 @@ def test_a_function_of_a_module_in_the_working_directory(
 def test_unknown_names() -> None:
     assert "exact_match" in known()
     user_error(r"reward\.r\.function: .* 'exact_mach'.* mean exact_match", r=Reward("exact_mach"))
-
-
-# Signatures.
 
 
 def test_signature() -> None:
@@ -208,9 +195,6 @@ def test_the_runs_limit_fills_an_argument_of_its_name_unless_the_recipe_sets_it(
     scorer(rewards, columns=columns, max_completion_tokens=32).score([r])
     assert r.reward_parts == {"runs": 32.0, "recipes": 9.0, "column": 5.0}
     user_error(r"'max_completion_tokens'; set reward\.r\.args\.max_completion_tokens", r="limited")
-
-
-# Calls.
 
 
 def test_what_a_function_is_called_with() -> None:
@@ -344,9 +328,6 @@ def test_a_run_may_leave_between_two_functions() -> None:
     assert SEEN == [{"called": "first"}]
 
 
-# What a function may get wrong.
-
-
 def test_a_function_that_raises_is_blamed_with_row_and_completion() -> None:
     rollouts = [rollout("a", row=4), rollout("x", row=5), rollout("x", row=6)]
     line = raises_on_x.__code__.co_firstlineno + 1
@@ -392,9 +373,6 @@ def test_numbers_of_every_kind_are_taken(returned: Any) -> None:
     rewards = score([rollout(), rollout()], r="returns")
     assert rewards == [1.0, 0.5]
     assert all(type(r) is float for r in rewards)
-
-
-# Rewards of steps.
 
 
 def by(positions: str, weight: float = 1.0) -> Reward:

@@ -21,22 +21,17 @@ RATES: dict[str, Callable[[random.Random], float]] = {
     "0": lambda rng: 0.0,
     "1": lambda rng: 1.0,
     "0.5": lambda rng: 0.5,
-    "a mixture of 0, 0.5 and 1": lambda rng: rng.choice([0.0, 0.5, 1.0]),
     "a mixture of 0 and 0.05": lambda rng: rng.choice([0.0, 0.05]),
-    "uniform": lambda rng: rng.random(),
     "Beta(0.05, 0.5): few prompts decide": lambda rng: rng.betavariate(0.05, 0.5),
 }
 # Mean over prompts of the rate, and of p^G + (1 - p)^G.
-MEANS: dict[str, float] = {"0": 0, "1": 1, "0.5": 0.5, "a mixture of 0, 0.5 and 1": 0.5,
-                           "a mixture of 0 and 0.05": 0.025, "uniform": 0.5,
-                           "Beta(0.05, 0.5): few prompts decide": 0.05 / 0.55}  # fmt: skip
+MEANS = {"0": 0.0, "1": 1.0, "0.5": 0.5, "a mixture of 0 and 0.05": 0.025,
+         "Beta(0.05, 0.5): few prompts decide": 0.05 / 0.55}  # fmt: skip
 EQUAL: dict[str, Callable[[int], float]] = {
     "0": lambda size: 1.0,
     "1": lambda size: 1.0,
     "0.5": lambda size: 2 * 0.5**size,
-    "a mixture of 0, 0.5 and 1": lambda size: (1 + 2 * 0.5**size + 1) / 3,
     "a mixture of 0 and 0.05": lambda size: (1 + 0.05**size + 0.95**size) / 2,
-    "uniform": lambda size: 2 / (size + 1),
     "Beta(0.05, 0.5): few prompts decide": lambda size: (
         beta_moment(0.05, size) + beta_moment(0.5, size)
     ),
