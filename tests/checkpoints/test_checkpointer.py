@@ -623,12 +623,7 @@ def test_any_number_of_processes_loads_what_any_other_wrote(
 
 @pytest.mark.parametrize(
     ("keep_last", "best", "kept"),
-    [
-        (2, None, [30, 100]),
-        (1, 20, [20, 100]),
-        (2, 30, [30, 100]),
-        (9, None, [3, 20, 30, 100]),
-    ],
+    [(2, None, [30, 100]), (1, 20, [20, 100]), (2, 30, [30, 100]), (9, None, [3, 20, 30, 100])],
 )
 def test_prune_keeps_the_newest_and_the_best(
     tmp_path: Path, keep_last: int, best: int | None, kept: list[int]
