@@ -248,8 +248,8 @@ def grpo_loss(
         gap = (old_logprobs - sampling_logprobs).abs()
         sampler_gap = metrics.mean("sampling/sampling_logp_difference/mean", gap, mask)
         metrics.highest("sampling/sampling_logp_difference/max", gap, mask)
-        kl = k3(sampling_logprobs, old_logprobs).clamp(min=0)  # negative only by rounding
-        metrics.mean("sampling/kl", kl, mask)
+        sampler_kl = k3(sampling_logprobs, old_logprobs).clamp(min=0)  # < 0 only by rounding
+        metrics.mean("sampling/kl", sampler_kl, mask)
         drift = (logprobs - sampling_logprobs).abs()
         staleness_gap = metrics.mean(STALENESS, drift, mask)
     return LossOutput(loss, mean_kl, mean_entropy, sampler_gap, staleness_gap, metrics)

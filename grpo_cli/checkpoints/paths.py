@@ -14,7 +14,7 @@ logs/rank-N.log                       output of all processes except the first
 .run_id                               a random name, by which `provenance` knows one's own runs
 alarms.jsonl                          one object for each alarm
 plan.json                             predicted and measured memory and time
-status.json                           the run's present activity
+status.json                           the run's current activity
 completions/step-N.parquet            samples of the completions
 replay/step-N/                        a step's data for `grpo replay`
 eval/step-N/                          results of `grpo eval`

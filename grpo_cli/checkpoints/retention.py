@@ -78,7 +78,7 @@ def prune(
 def make_room(path: Path, needed: int, outdated: list[Path], say: Callable[[str], None]) -> None:
     """Removes outdated checkpoints, oldest first, if that makes `path` fit on the disk.
 
-    Keeps the newest complete one, since the present save may fail.
+    Keeps the newest complete one, since the current save may fail.
 
     Args:
         needed: bytes that `path` needs.

@@ -52,7 +52,7 @@ grpo eval compare A/eval.json B/eval.json     two evaluations, row by row
 
 @dataclass
 class EvalOptions:
-    """The words of `grpo eval` that are no keys of a recipe."""
+    """The arguments of `grpo eval` that are not keys of a recipe."""
 
     trust: bool = knob(
         False,
@@ -71,7 +71,7 @@ MANY = 10**6  # completions
 
 
 def main(argv: list[str]) -> list[Path]:
-    """Runs `grpo eval` with the words after it.
+    """Runs `grpo eval` with its arguments.
 
     Returns:
         The folder of each evaluation of a model.
@@ -157,13 +157,13 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
     stored = Path(path) / paths.TRAINING / "recipe.yaml"
     is_local = bool(path) and Path(path).is_dir()
     is_foreign = is_local and not (trust or provenance.is_own(Path(path)))
-    obeys_foreign = False  # whether a foreign folder's recipe is read
+    reads_foreign = False  # whether a foreign folder's recipe is read
     if is_foreign:
         provenance.check(path, provenance.refused_base(Path(path)), TRUST)
     if path and not any(w.startswith("recipe=") for w in overrides):
         if stored.is_file():
-            obeys_foreign = is_foreign
-            if obeys_foreign:  # before Hydra reads it
+            reads_foreign = is_foreign
+            if reads_foreign:  # before Hydra reads it
                 provenance.check(path, provenance.unusual(read_yaml(stored)), TRUST)
             overrides = [f"recipe={stored}", *overrides]
         elif any(w.startswith("dataset.eval=") for w in overrides):
@@ -183,7 +183,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
             cfg.model.tokenizer = None  # a checkpoint has the run's
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
-        if obeys_foreign:
+        if reads_foreign:
             given = {*given_keys(cfg), "output_dir"}  # the recipe's own is never used
             asked = provenance.refused(without_unread_data(cfg), Path(path), given)
             provenance.check(path, asked, TRUST)
@@ -204,7 +204,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
             prepared.close()
 
     with off_import_path(is_foreign):
-        compose_and_call(overrides, task, BARE, only_this_file=obeys_foreign)
+        compose_and_call(overrides, task, BARE, only_this_file=reads_foreign)
     return folders
 
 

@@ -357,7 +357,7 @@ class _Unlisted(dict[str, Any]):
 
 
 def given_keys(cfg: DictConfig) -> frozenset[str]:
-    """Returns the full keys whose values the present job's command line changes.
+    """Returns the full keys whose values the current job's command line changes.
 
     A key that the recipe sets and the command line resets to its default is excluded, since this is
     how to undo the recipe's value.

@@ -73,7 +73,7 @@ def masked(text: str) -> str:
 
 
 def masker() -> Callable[[str], str]:
-    """Returns `masked` as a function for many strings, using the present environment."""
+    """Returns `masked` as a function for many strings, using the current environment."""
     secrets = {v: f"${n}" for n, v in os.environ.items() if SECRET.search(n) and len(v) >= SHORTEST}
     values = sorted((secrets | _shown).items(), key=lambda pair: -len(pair[0]))
 

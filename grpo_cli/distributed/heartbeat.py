@@ -26,7 +26,7 @@ class Activity(NamedTuple):
     step: int | None  # None before the first step
     quiet: float  # seconds since the last beat
     waiting: bool  # whether it waits for other processes
-    inside: float  # seconds in the present stage
+    inside: float  # seconds in the current stage
 
 
 START = "start"  # the stage before the first evaluation or step
@@ -44,7 +44,7 @@ _calls = 0  # open `calling` blocks
 
 
 class Interrupt(SignalReceived):
-    """Raised to interrupt the present work because the run must end."""
+    """Raised to interrupt the current work because the run must end."""
 
 
 def at(stage: str, step: int | None = None) -> None:
@@ -68,7 +68,7 @@ def detail(text: str) -> None:
 
 
 def activity() -> str:
-    """Returns this process's present activity, such as `generate 12/64`."""
+    """Returns this process's current activity, such as `generate 12/64`."""
     return f"{_stage} {_detail}".strip()
 
 
@@ -82,7 +82,7 @@ def beat() -> None:
     """Records progress of the main thread, which the stall detector watches.
 
     Raises:
-        Interrupt: the run must end, and the present work may be interrupted.
+        Interrupt: the run must end, and the current work may be interrupted.
     """
     touch()
     if leave is not None and leave():
@@ -150,7 +150,7 @@ def interrupt_call(*_: object) -> None:
 
 
 def state() -> Activity:
-    """Returns the present state of this process."""
+    """Returns the current state of this process."""
     now = _now()
     return Activity(_stage, _step, now - _beaten, _waits > 0, now - _entered)
 

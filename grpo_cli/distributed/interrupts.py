@@ -1,4 +1,4 @@
-"""Decides for all processes together whether to interrupt the present work."""
+"""Decides for all processes together whether to interrupt the current work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interrupts:
     """Compares the time left with the time that the step and its checkpoint still need.
 
     A run that must end (`stop_signal.py`) finishes its step if time allows. Otherwise every process
-    interrupts its present work, and all raise Interrupted.
+    interrupts its current work, and all raise Interrupted.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Interrupts:
             raise Interrupted
 
     def is_due(self) -> bool:
-        """Returns whether the run must end before the present step could be finished and saved."""
+        """Returns whether the run must end before the current step could be finished and saved."""
         if not self.stop.is_requested:
             return False
         usual = max(self._step_seconds, default=math.inf)

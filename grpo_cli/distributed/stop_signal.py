@@ -1,4 +1,4 @@
-"""Decides whether a run must end early, and whether it can finish its present step.
+"""Decides whether a run must end early, and whether it can finish its current step.
 
 Ctrl-C (SIGINT) sets no time limit. SIGTERM, SIGHUP of a closed terminal, and SIGUSR1, which SLURM
 sends before a time limit or a preemption, allow `checkpoint.grace` seconds. A job with a known end
@@ -32,7 +32,7 @@ WAKE = signal.SIGUSR2  # the supervisor's signal to a main thread in a user's fu
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Raised when all processes have interrupted their present step."""
+    """Raised when all processes have interrupted their current step."""
 
 
 class StoppedWhileStarting(SignalReceived):
@@ -182,7 +182,7 @@ class StopSignal:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the run must end after the present step."""
+        """Whether the run must end after the current step."""
         if self.signal is None:
             elsewhere = self.received()
             if elsewhere is not None:

@@ -141,7 +141,7 @@ def of_benchmarks(
     tasks, template_kwargs = [], recipe.model.chat_template_kwargs
     for mode in recipe.eval.mode:
         for name, benchmark in recipe.benchmark.items():
-            bench, how = loaded[name], benchmark.modes[mode]
+            bench = loaded[name]
             tasks.append(
                 Task(
                     name=name,
@@ -162,7 +162,7 @@ def of_benchmarks(
                     num_samples=recipe.eval.num_samples,
                     seed=derive_seed(recipe.seed, STREAM, _number(f"{name} {mode}")),
                     key=name if len(recipe.eval.mode) == 1 else f"{name}/{mode}",
-                    tools=recipe.generation.tools if how.tools else None,
+                    tools=recipe.generation.tools if benchmark.modes[mode].tools else None,
                     benchmark=benchmark,
                 )
             )

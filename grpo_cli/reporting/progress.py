@@ -73,7 +73,7 @@ class _WithLineBelow(Progress):
 
 
 class _Activity(ProgressColumn):
-    """Shows the present activity of the process, such as `generate 12/64`."""
+    """Shows the current activity of the process, such as `generate 12/64`."""
 
     def render(self, task: Task) -> Text:
         return Text(heartbeat.activity(), style="dim")

@@ -1,4 +1,4 @@
-"""Writes status.json: the present activity of a run, for tools that watch its folder.
+"""Writes status.json: the current activity of a run, for tools that watch its folder.
 
     {"state": "training", "step": 12, "steps": 400, "stage": "generate", "since": 1764.5, ...}
 

@@ -260,8 +260,8 @@ def describe(run: Run, *, is_graded: bool) -> None:
     for name, reward in recipe.reward.items():
         args = [f"{key}={value}" for key, value in reward.args.items()]
         rewards.append(f"{name} ({', '.join([f'weight {reward.weight:g}', *args])})")
-    is_right = f"; accuracy: {recipe.accuracies[0]} = 1"
-    say(f"rewards: {', '.join(rewards)}{is_right if is_graded else ''}")
+    accuracy = f"; accuracy: {recipe.accuracies[0]} = 1"
+    say(f"rewards: {', '.join(rewards)}{accuracy if is_graded else ''}")
     say(
         f"learning rate {recipe.optimizer.learning_rate:g} ({recipe.optimizer.schedule}); chat "
         f"template {'on' if recipe.dataset.chat else 'off'}; completions of at most "

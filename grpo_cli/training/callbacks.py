@@ -101,7 +101,7 @@ class Event:
     def log(self, name: str, value: float) -> None:
         """Logs a number as `callbacks/NAME/name`, with the metrics of the next step that ends.
 
-        In on_step that is the present step. If every process has the callback, the main process's
+        In on_step that is the current step. If every process has the callback, the main process's
         number is logged.
 
         Raises:

@@ -143,7 +143,7 @@ class StoredCompletions(Generator):
 
 
 class NoInterrupts(Interrupts):
-    """Never interrupts the present work: there is nothing to save."""
+    """Never interrupts the current work: there is nothing to save."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers

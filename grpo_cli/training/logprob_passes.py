@@ -62,7 +62,7 @@ def token_stats(
 
 
 def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
-    """Sets the old log-probabilities of rollouts that have none to the present policy's.
+    """Sets the old log-probabilities of rollouts that have none to the current policy's.
 
     Leftover groups keep those of the policy that sampled them.
     """

@@ -5,7 +5,7 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
 
     objective       −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) + β·KL(π ‖ π_ref) − entropy bonus, on each
                     completion token; every term and its variants are switches of `loss`
-    normalisation   one sum over the whole optimizer batch and all processes, divided by one count
+    normalisation   one sum over the optimizer batch and all processes, divided by one count
                     taken before the first backward: micro-batches and ranks do not matter
     on-policy       with one update a step, old_logprobs are the current ones and ρ = 1 in value
     off-policy      with num_iterations · minibatches > 1, they are computed before the first update
@@ -53,7 +53,7 @@ from grpo_cli.training.step import Step, steps
 
 
 def train(run: Run) -> None:
-    """Trains from the run's present step to the last one, or until the run is asked to stop."""
+    """Trains from the run's current step to the last one, or until the run is asked to stop."""
     try:
         run.callbacks.call(run, "on_start")
         for step in steps(run):
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
 
 
 def take_step(run: Run, step: Step) -> None:
-    """Takes one step, from prompts to new weights (Algorithm 1, lines 4 to 12).
+    """Takes one step, from prompts to new weights (Algorithm 1, lines 5 to 11).
 
     Raises:
         Interrupted: the run has to end before the step could be finished.

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepBatch:
-    """The groups of a step, with the outcomes of all processes."""
+    """The groups of a step, with the statistics of all processes."""
 
     groups: list[Group]  # this process's
-    step_stats: StepStats  # outcomes of every process's groups
-    sampled: StepStats  # outcomes of all groups sampled in this step, dropped ones included
+    step_stats: StepStats  # of every process's groups
+    sampled: StepStats  # of all groups sampled in this step, dropped ones included
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -59,8 +59,8 @@ class StepProgress:
         entries = to_entries(self.collected.groups, fingerprint)
         for entry in entries:  # the rollout's own value may have a KL subtracted
             rollout_stats = self.collected.step_stats[entry["position"]]
-            for values, outcome in zip(entry["rollouts"], rollout_stats, strict=True):
-                values["outcome_reward"] = outcome.outcome_reward
+            for values, stats in zip(entry["rollouts"], rollout_stats, strict=True):
+                values["outcome_reward"] = stats.outcome_reward
         return entries
 
     @classmethod
@@ -75,7 +75,7 @@ class StepProgress:
         groups = from_entries(own, stream, fingerprint)
         if len(groups) < len(own):
             return None
-        stats = (_outcomes(shared["whole_step"]), _outcomes(shared["sampled"]))
+        stats = (_restored(shared["whole_step"]), _restored(shared["sampled"]))
         collected = StepBatch(groups, *stats, shared["metrics"])
         totals = [MeasuredUpdate.from_state(t) for t in shared["totals"]]
         return cls(collected, totals, *(shared[k] for k in ("norms", "updates", "coefficients")))
@@ -88,7 +88,7 @@ def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:
     ]
 
 
-def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
+def _restored(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
     def stats(values: Mapping[str, Any]) -> RolloutStats:
         episode = values["episode"]
         return RolloutStats(**{**values, "episode": episode and EpisodeStats(**episode)})
@@ -105,7 +105,7 @@ class Recovery:
     """
 
     def __init__(self) -> None:
-        self.progress: StepProgress | None = None  # the present step's, once it is scored
+        self.progress: StepProgress | None = None  # the current step's, once it is scored
         self.unreported: dict[str, float] | None = None  # metrics of a step before its evaluation
         self.random_streams: dict[str, Any] | None = None  # at the last complete point
         self.saved_step = -1  # newest checkpoint since the run was started or resumed
@@ -113,7 +113,7 @@ class Recovery:
         self._before: tuple[Any, ...] = ()  # the queue before the step's rollouts were sampled
 
     def mark(self) -> None:
-        """Makes the present state the point to resume from."""
+        """Makes the current state the point to resume from."""
         self.random_streams = random_streams.rng_state()
 
     def begin_step(self, queue: RolloutQueue) -> None:
@@ -122,7 +122,7 @@ class Recovery:
         self.mark()
 
     def end_step(self, metrics: dict[str, float]) -> None:
-        """Forgets the present step, which is complete except for its evaluation."""
+        """Forgets the current step, which is complete except for its evaluation."""
         self.progress, self._before, self.unreported = None, (), metrics
         self.mark()
 

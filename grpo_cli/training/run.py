@@ -155,7 +155,7 @@ class Run:
 
     @property
     def should_save(self) -> bool:
-        """Whether to save after the present step: on schedule, at the end, or at a new best."""
+        """Whether to save after the current step: on schedule, at the end, or at a new best."""
         every, step = self.recipe.checkpoint.every, self.state.step
         return self.is_over or (every > 0 and (step % every == 0 or step == self.state.best_step))
 

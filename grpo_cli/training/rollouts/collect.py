@@ -49,7 +49,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         Interrupted: the run has to end first.
     """
     queue, wanted, dynamic = run.queue, recipe.prompts_per_step, recipe.generation.dynamic_sampling
-    batch = queue.prefetched.popleft() if queue.prefetched else None
+    prefetched = queue.prefetched.popleft() if queue.prefetched else None
     own, queue.leftover = queue.leftover, []  # this process's accepted groups
     accepted = gathered(run.workers, own) if dynamic else {}
     carried, sampled, sessions = len(accepted), StepStats(), list[ScoringSession]()
@@ -57,7 +57,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         share = max(queue.signal_share, LOWEST_SHARE) if dynamic else 1.0
         number = min(wanted, math.ceil((wanted - len(accepted)) / share))
         sessions.append(session := run.scorer.begin(run.trainer_state()))
-        groups = _sample(run, recipe, number, clock, session, batch)
+        groups = _sample(run, recipe, number, clock, session, prefetched)
         with (
             run.interrupts.interruptible(),
             clock.waiting(),
@@ -65,7 +65,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
             clock.stage("reward"),
         ):
             session.finish([r for g in groups for r in g.rollouts], run.policy.tokenizer)
-        fresh = _outcomes(run, recipe, groups)
+        fresh = _statistics(run, recipe, groups)
         sampled |= fresh
         usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, recipe, group)}
         own += [g for g in groups if g.prompt_index in usable]
@@ -77,9 +77,9 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     chosen = dict(sorted(accepted.items())[:wanted]) if dynamic else accepted
     queue.leftover = [g for g in own if g.prompt_index not in chosen]
     own = [g for g in own if g.prompt_index in chosen]
-    collected = StepBatch(own, chosen, sampled or chosen, metrics_of(sessions, run.workers))
+    batch = StepBatch(own, chosen, sampled or chosen, metrics_of(sessions, run.workers))
     if dynamic:
-        with clock.stage("old_logprobs"):  # under the present policy, before its update
+        with clock.stage("old_logprobs"):  # under the current policy, before its update
             leftover = [r for g in queue.leftover for r in g.rollouts]
             fill_old_logprobs(run, recipe, leftover)
         counts = {
@@ -89,17 +89,17 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
             "carried": carried,
             "missing": wanted - len(chosen),
         }
-        collected.metrics |= {f"dynamic_sampling/{k}": float(n) for k, n in counts.items()}
+        batch.metrics |= {f"dynamic_sampling/{k}": float(n) for k, n in counts.items()}
     if queue.prefetch_steps:
-        collected.metrics |= _mark_prefetched(run, own, batch, clock)
+        batch.metrics |= _mark_prefetched(run, own, prefetched, clock)
     if queue.episodes is not None:
-        collected.metrics |= queue.episodes.take_times()
+        batch.metrics |= queue.episodes.take_times()
     streams = recipe.dataset.streaming  # whose rows do not come again soon
-    for _, group in sorted(collected.sampled.items()) if not streams else ():
+    for _, group in sorted(batch.sampled.items()) if not streams else ():
         queue.lengths[group[0].row] = mean([o.tokens for o in group])
     with clock.waiting():
-        rebalance(run, recipe, collected)
-    return collected
+        rebalance(run, recipe, batch)
+    return batch
 
 
 def _has_signal(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
@@ -109,12 +109,12 @@ def _has_signal(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> bool
         raise TrainingError(f"step {run.state.step + 1}: {error}") from error
 
 
-def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
+def rebalance(run: Run, recipe: Recipe, batch: StepBatch) -> None:
     """Moves groups so that every process has about as much to train on, in each minibatch."""
-    workers, step = run.workers, collected.step_stats
+    workers, step = run.workers, batch.step_stats
     if workers.size == 1:
         return
-    holders = workers.gather([g.prompt_index for g in collected.groups])
+    holders = workers.gather([g.prompt_index for g in batch.groups])
     owners = {p: rank for rank, own in enumerate(holders) for p in own}
     works = {p: _work(run, recipe, step[p]) for own in holders for p in own}
     parts: dict[int, dict[int, int]] = {}
@@ -125,37 +125,37 @@ def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
         moved |= moves(part_owners, works, workers.size)
     if not moved:
         return
-    leaving = workers.gather([g for g in collected.groups if g.prompt_index in moved])
-    kept = [g for g in collected.groups if g.prompt_index not in moved]
+    leaving = workers.gather([g for g in batch.groups if g.prompt_index in moved])
+    kept = [g for g in batch.groups if g.prompt_index not in moved]
     arrived = [g for groups in leaving for g in groups if moved[g.prompt_index] == workers.rank]
-    collected.groups = sorted([*kept, *arrived], key=lambda g: g.prompt_index)
+    batch.groups = sorted([*kept, *arrived], key=lambda g: g.prompt_index)
 
 
 def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
     """Returns the tokens of a group that an update computes; 0 for a group without gradient."""
     tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group))
-    speaks = every_rollout_has_gradient(
+    always = every_rollout_has_gradient(
         recipe.loss,
         has_reference=run.policy.reference is not None,
         entropy_coef=run.state.entropy_bonus.value(recipe.loss),
         router_coef=run.policy.router_coef,
     )
     same = len({(o.outcome_reward, *map(tuple, o.steps.values())) for o in group}) == 1
-    return 0.0 if same and not speaks else tokens
+    return 0.0 if same and not always else tokens
 
 
 def _mark_prefetched(
-    run: Run, groups: Sequence[Group], batch: PrefetchedGroups | None, clock: Clock
+    run: Run, groups: Sequence[Group], prefetched: PrefetchedGroups | None, clock: Clock
 ) -> dict[str, float]:
     """Gives prefetched rollouts the sampler's log-probabilities; returns their metrics.
 
     Args:
-        batch: None if the groups were sampled in this step.
+        prefetched: None if the groups were sampled in this step.
     """
     rollouts = [r for g in groups for r in g.rollouts]
-    for r in rollouts if batch is not None else ():
+    for r in rollouts if prefetched is not None else ():
         use_samplers_logprobs(r, run.state.step)
-    took, waited = batch.seconds if batch else math.nan, clock.seconds["generate"]
+    took, waited = prefetched.seconds if prefetched else math.nan, clock.seconds["generate"]
     return staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
 
 
@@ -175,18 +175,18 @@ def _sample(
     number: int,
     clock: Clock,
     session: ScoringSession,
-    batch: PrefetchedGroups | None = None,
+    prefetched: PrefetchedGroups | None = None,
 ) -> list[Group]:
     """Returns this process's groups of the next `number` prompts.
 
     Args:
         session: begins to score the groups while others are still being sampled.
-        batch: the groups, if they were prefetched.
+        prefetched: the groups, if they were prefetched.
     """
-    leaving = run.interrupts.interruptible(run.queue.episodes is not None)
-    share, groups = -(-number // run.workers.size), list[Group]()
+    queue, share = run.queue, -(-number // run.workers.size)
+    groups, leaving = list[Group](), run.interrupts.interruptible(queue.episodes is not None)
     with clock.stage("generate"), leaving:
-        sampling = run.queue.sample(recipe, number) if batch is None else nullcontext(batch.take())
+        sampling = nullcontext(prefetched.take()) if prefetched else queue.sample(recipe, number)
         with sampling as sampled:
             for group in sampled:
                 session.add(group.rollouts)
@@ -199,8 +199,8 @@ def _sample(
     return groups
 
 
-def _outcomes(run: Run, recipe: Recipe, groups: Sequence[Group]) -> StepStats:
-    """Returns all processes' outcomes of groups that have been scored."""
+def _statistics(run: Run, recipe: Recipe, groups: Sequence[Group]) -> StepStats:
+    """Returns all processes' statistics of groups that have been scored."""
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for group in groups:
         for r in group.rollouts:
@@ -225,7 +225,7 @@ def check_reward_names(run: Run, recipe: Recipe, sampled: StepStats) -> None:
 
 
 def gathered(workers: Workers, groups: Sequence[Group]) -> StepStats:
-    """Returns the outcomes of every process's groups, on every process."""
+    """Returns the statistics of every process's groups, on every process."""
     return {p: o for part in workers.gather(rollout_stats(groups)) for p, o in part}
 
 
@@ -233,7 +233,7 @@ def check_environments(recipe: Recipe, sampled: StepStats, step: int) -> None:
     """Raises a TrainingError if too many of a step's environments failed.
 
     Args:
-        sampled: the outcomes of rollouts that were sampled together, over all processes.
+        sampled: the statistics of rollouts that were sampled together, over all processes.
         step: counted from 0.
     """
     rollouts = [o for group in sampled.values() for o in group]

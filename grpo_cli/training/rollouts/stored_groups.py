@@ -70,7 +70,7 @@ def from_entries(
     rewards or settings.
 
     Args:
-        fingerprint: the present recipe's fingerprint.
+        fingerprint: the current recipe's fingerprint.
     """
     groups = []
     for entry in saved:
