@@ -12,8 +12,8 @@ from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function, is_coroutine_function
 from grpo_cli.data.settings import Dataset
-from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.sessions import Sessions
+from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ def make_loop(
     if sessions is None and recipe.rollout is None:
         return None
     from grpo_cli.environments.chat import Chat
+    from grpo_cli.environments.chat_checks import check_chat
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
 
@@ -196,7 +197,7 @@ def make_loop(
             recipe.model.response_template,
             vision,
         )
-        chat.check(replies)
+        check_chat(chat, replies)
         dialogues[name] = chat
         tools = ", ".join(schema["function"]["name"] for schema in schemas)
         say(f"environment {name or 'of all rows'}: {f'tools {tools}' if tools else 'no tools'}")

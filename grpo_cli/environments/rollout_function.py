@@ -19,8 +19,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_cli.environments.adapters import Adapted, Broken, Number, as_messages, checked
+from grpo_cli.environments.adapters import Adapted
 from grpo_cli.environments.functions import Functions, calls_of
+from grpo_cli.environments.observations import Broken, Number, as_messages, checked
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 
 _TURN = object()  # yielded by a conversation that waits for the model

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from grpo_cli.environments.adapters import Adapted, Broken, Maker, Spec
+from grpo_cli.environments.adapters import Adapted
 from grpo_cli.environments.deadlines import (
     BEAT_SECONDS,
     Deadlines,
@@ -29,6 +29,8 @@ from grpo_cli.environments.deadlines import (
     seed_everything,
 )
 from grpo_cli.environments.functions import EnvironmentFailure
+from grpo_cli.environments.maker import Maker, Spec
+from grpo_cli.environments.observations import Broken
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.guards import blame, described

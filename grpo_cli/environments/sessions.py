@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import BEAT_SECONDS, GRACE, Mark
 from grpo_cli.environments.functions import (
     EnvironmentFailure,
@@ -35,6 +34,7 @@ from grpo_cli.environments.functions import (
     name_of,
     shortened,
 )
+from grpo_cli.environments.maker import Spec
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.session_worker import Reply, SessionCall
 from grpo_cli.environments.settings import EnvironmentSettings

@@ -18,10 +18,10 @@ from grpo_cli.data.conversations import Schemas
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
-from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
+from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation import tasks

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -40,9 +40,9 @@ class Characters:
         return SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
 
     def with_observation(
-        self, prompt: Prompt, observation: str | Sequence[Message], limit: int
+        self, prompt: Prompt, observation: Sequence[Message], limit: int
     ) -> Prompt:
-        added = [ord(c) for m in cast(Any, observation) for c in m["content"]]
+        added = [ord(c) for m in observation for c in m["content"]]
         return dataclasses.replace(prompt, ids=[*prompt.ids, *added], row_ids=prompt.ids)
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
@@ -415,13 +415,13 @@ def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast)
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     generator, chat = Random(len(tokenizer), eos), Chat(tokenizer, [eos])
     appended: list[list[int]] = []
-    reply_ids = chat.reply_ids
+    encode = chat.replies.encode
 
     def noted(*args: Any, **kwargs: Any) -> list[int]:
-        appended.append(reply_ids(*args, **kwargs))
+        appended.append(encode(*args, **kwargs))
         return appended[-1]
 
-    chat.reply_ids = noted  # type: ignore[method-assign]
+    chat.replies.encode = noted  # type: ignore[method-assign]
     words = random.Random(5)
 
     def step(turn: int, message: Message) -> Observation:

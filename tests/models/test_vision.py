@@ -234,7 +234,7 @@ def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str) 
     loaded = load(family, tmp_path)
     prompt = loaded.mixed()[2]
     chat = Chat(loaded.tokenizer, [2], vision=loaded.vision)
-    shown = chat.with_observation(prompt, text)
+    shown = chat.with_observation(prompt, [{"role": "user", "content": text}])
     (image_token,) = {loaded.model.config.image_token_id}
     assert shown.ids.count(image_token) == prompt.ids.count(image_token) > 3
     assert loaded.tokenizer.decode(shown.ids) == loaded.tokenizer.decode(prompt.ids).replace(

@@ -1,0 +1,124 @@
+"""Renders conversations with a tokenizer's chat template, and examples of messages to try it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.environments.protocol import Message
+from grpo_cli.environments.response import Schemas, names_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_cli.models.vision import VisionProcessor
+
+MARKED_TEXT = "markedtext"  # text of the example messages
+ARGUMENT = ("argument_key", "argument_value")  # of their calls
+
+
+class TemplateRefusal(Exception):  # noqa: N818 - becomes a UserError or a TrainingError
+    """The chat template cannot render a conversation, or renders it unusably."""
+
+
+@dataclass
+class ChatTemplate:
+    """The chat template of a tokenizer, with the tools of a conversation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]  # tokens that end a turn of the model
+    tools: Schemas = ()  # JSON schemas of the tools that the model may call
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of the template
+    vision: VisionProcessor | None = None  # the processor of a vision model
+
+    @functools.cached_property
+    def tool_names(self) -> frozenset[str]:
+        """The names of the tools."""
+        return names_of(self.tools)
+
+    @functools.cached_property
+    def turn_prefix(self) -> str:
+        """The text before a turn of the model, which ends with the generation prompt."""
+        return self.render([user_message(0)], generation_prompt=True)
+
+    def as_accepted(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages in the form that the template accepts: some accept only blocks."""
+        return [*messages] if self.vision is None else self.vision.as_template_takes(messages)
+
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+        """Renders a conversation; raises a `TemplateRefusal`."""
+        import jinja2
+
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    self.as_accepted(messages),
+                    tools=[dict(tool) for tool in self.tools] or None,  # type: ignore[arg-type]
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self.kwargs,
+                )
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            last = described(messages, len(messages) - 1)
+            reason = str(error).split("\n")[0]
+            raise TemplateRefusal(
+                f"the chat template refuses a conversation of {len(messages)} messages that ends "
+                f"with {last}: {reason}"
+            ) from error
+
+    def turn(self, message: Message) -> tuple[str, int]:
+        """Returns the text of a turn of the model, and the eos that ends it."""
+        prefix, whole = self.turn_prefix, self.render([user_message(0), message])
+        if not whole.startswith(prefix):
+            raise TemplateRefusal(
+                "the chat template begins a message of the assistant otherwise than its generation "
+                "prompt"
+            )
+        return self.up_to_eos(whole[len(prefix) :])
+
+    def up_to_eos(self, text: str) -> tuple[str, int]:
+        """Returns the text before the first eos, and the eos id."""
+        names = {str(self.tokenizer.convert_ids_to_tokens(i)): i for i in sorted(self.eos_ids)}
+        places = [(text.find(name), eos) for name, eos in names.items() if name in text]
+        if not places:
+            raise TemplateRefusal(
+                "the chat template does not end a turn of the assistant with a token that ends "
+                f"sampling ({', '.join(names)})"
+            )
+        at, eos = min(places)
+        return text[:at], eos
+
+
+def user_message(number: int) -> Message:
+    return {"role": "user", "content": f"{MARKED_TEXT}{number}"}
+
+
+def tool_message(name: str, number: int) -> Message:
+    return {
+        "role": "tool", "name": name, "content": f"{MARKED_TEXT}{number}",
+        "tool_call_id": "call00000",
+    }  # fmt: skip
+
+
+def assistant_message(content: str, answers: Sequence[Message] = ()) -> Message:
+    """Returns a turn of the model, which calls the tools that give the answers."""
+    message: Message = {"role": "assistant", "content": content}
+    if answers:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "id": answer["tool_call_id"],
+                "function": {"name": answer.get("name", "tool"), "arguments": dict([ARGUMENT])},
+            }
+            for answer in answers
+        ]
+    return message
+
+
+def described(messages: Sequence[Message], n: int) -> str:
+    message = messages[n]
+    called = " with a tool call" if message.get("tool_calls") else ""
+    return f"{message['role']}{called}"
