@@ -110,8 +110,7 @@ class MessageEnvironment(Adapted):
         ours = [c for c in calls if name_of(c) in self.functions.tools]
         if not ours:
             return observed(await result_of(self.given.step(message)))
-        answers = await self.functions.answer(ours)
-        made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
+        made = await self.functions.answer(ours)
         if len(ours) == len(calls):
             return made
         rest = {**message, "tool_calls": [c for c in calls if c not in ours]}

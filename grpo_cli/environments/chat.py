@@ -1,6 +1,6 @@
 """The tokens of a growing conversation: sampled tokens are kept, and replies are appended.
 
-    chat = Chat(tokenizer, eos_ids, tools)
+    chat = Chat(ChatTemplate(tokenizer, eos_ids, tools))
     check_chat(chat)                                 # before training: UserError
     ids = [*prompt.ids]
     ids += sampled                                   # the model's turn with its eos
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
@@ -30,13 +31,10 @@ from grpo_cli.environments.chat_template import (
 )
 from grpo_cli.environments.protocol import Message
 from grpo_cli.environments.replies import ReplyEncoder
-from grpo_cli.environments.response import FORMATS, MalformedCall, ResponseParser, Schemas
+from grpo_cli.environments.response import FORMATS, MalformedCall, ResponseParser
 from grpo_cli.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
 
 
@@ -46,33 +44,19 @@ class Chat:
     is_one_text = False
     piece_tokens = None
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_ids: Sequence[int],
-        tools: Schemas = (),
-        template_kwargs: Mapping[str, Any] | None = None,
-        response_template: str = "auto",
-        vision: VisionProcessor | None = None,
-    ) -> None:
+    def __init__(self, template: ChatTemplate, response_template: str = "auto") -> None:
         """Stores the settings; renders nothing yet.
 
         Args:
-            eos_ids: tokens that end a turn of the model.
-            tools: JSON schemas of the tools that the model may call.
-            template_kwargs: arguments of the chat template.
             response_template: the value of `model.response_template`, the format of tool calls.
-            vision: the processor of a vision model; None for a text model.
         """
-        self.tokenizer, self.tools, self.response_template = tokenizer, tools, response_template
-        self.template = ChatTemplate(
-            tokenizer, frozenset(eos_ids), tools, template_kwargs or {}, vision
-        )
-        self.control = ControlTokens(tokenizer)
-        self.replies = ReplyEncoder(self.template, self.control)
+        self.template, self.response_template = template, response_template
+        self.tokenizer, self.tools = template.tokenizer, template.tools
+        self.control = ControlTokens(self.tokenizer)
+        self.replies = ReplyEncoder(template, self.control)
         # `all_special_tokens` lacks tokens without a role such as eos, for example <|im_start|>.
-        marked = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self._special = {*marked, *tokenizer.all_special_tokens}
+        marked = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = {*marked, *self.tokenizer.all_special_tokens}
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
         """Returns (), since a chat adds no stop strings."""
@@ -151,28 +135,20 @@ class Chat:
             raise UserError(f"{error}; set model.chat_template to another.") from error
         return [*self.control.encode(text), end]
 
-    def episode_ids(
-        self, solution: Sequence[Message], limit: int = 10**6
-    ) -> tuple[list[int], list[bool]]:
+    def episode_ids(self, solution: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Returns the tokens of an episode given as messages, and which of them are the model's.
 
         An episode with these turns and replies would have the same tokens.
         """
         ids: list[int] = []
         is_sampled: list[bool] = []
-        reply: list[Message] = []
-        for message in solution:
-            if message["role"] != "assistant":
-                reply.append(message)
-                continue
-            if reply:
-                foreign = self.replies.encode(reply, ended_by_eos=True, limit=limit)
-                ids += foreign
-                is_sampled += [False] * len(foreign)
-                reply = []
-            turn = self.turn_ids(message)
-            ids += turn
-            is_sampled += [True] * len(turn)
+        for is_model, group in itertools.groupby(solution, lambda m: m["role"] == "assistant"):
+            if is_model:
+                added = [i for message in group for i in self.turn_ids(message)]
+            else:
+                added = self.replies.encode([*group], ended_by_eos=True, limit=10**6)
+            ids += added
+            is_sampled += [is_model] * len(added)
         return ids, is_sampled
 
     def with_observation(

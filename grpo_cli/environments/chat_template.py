@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ class ChatTemplate:
     """The chat template of a tokenizer, with the tools of a conversation."""
 
     tokenizer: PreTrainedTokenizerBase
-    eos_ids: frozenset[int]  # tokens that end a turn of the model
+    eos_ids: Collection[int]  # tokens that end a turn of the model
     tools: Schemas = ()  # JSON schemas of the tools that the model may call
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of the template
     vision: VisionProcessor | None = None  # the processor of a vision model

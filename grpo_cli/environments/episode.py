@@ -104,17 +104,13 @@ class Episode:
         self.cut(self.turns[exchange.turn].end)
         del self.turns[exchange.turn + 1 :]
         self.exchanges = [*known, exchange]
-        observations = [e.observation for e in known if e.observation is not None]
-        self.messages = []
-        for e in known:
-            self.messages += [e.message, *(e.observation.messages if e.observation else ())]
-        self.messages.append(exchange.message)
-        self.calls = [call for o in observations for call in o.calls]
         self.parse_errors = sum(not e.is_stepped for e in known)
-        self.rewards, self.metrics = {}, {}
-        for o in observations:
-            self.rewards |= o.rewards
-            self.metrics |= o.metrics
+        self.messages, self.calls, self.rewards, self.metrics = [], [], {}, {}
+        for e in known:
+            self.messages.append(e.message)
+            if e.observation is not None:
+                self.observe(e, e.observation)
+        self.messages.append(exchange.message)
         self.stop_reason = ""
 
     def completion(self) -> Completion:

@@ -17,12 +17,10 @@ from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from grpo_cli.data.prompts import ToolsOf
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
-    from grpo_cli.models.vision import VisionProcessor
+    from grpo_cli.models.loading import LoadedModel
 
 
 def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) -> Sessions | None:
@@ -151,19 +149,15 @@ def known_name(row: Mapping[str, Any], sessions: Sessions, where: str = "") -> s
 def make_loop(
     recipe: Recipe,
     sessions: Sessions | None,
-    tokenizer: PreTrainedTokenizerBase,
-    eos_ids: Iterable[int],
+    loaded: LoadedModel,
     max_prompt_tokens: int | None,
     say: Callable[[str], None],
-    vision: VisionProcessor | None = None,
 ) -> EpisodeLoop | TrlRollouts | None:
     """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
 
     Args:
-        eos_ids: tokens that end a turn of the model.
         max_prompt_tokens: length limit of a prompt with its first observation; None: no limit.
         say: prints a line for the user.
-        vision: the processor of a vision model; None for a text model.
 
     Raises:
         UserError: the chat template does not support conversations with these tools.
@@ -172,15 +166,21 @@ def make_loop(
         return None
     from grpo_cli.environments.chat import Chat
     from grpo_cli.environments.chat_checks import check_chat
+    from grpo_cli.environments.chat_template import ChatTemplate
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
+    from grpo_cli.models import loading
 
+    eos_ids = {
+        *loading.eos_ids(loaded.model.generation_config, loaded.tokenizer),
+        *recipe.generation.stop_token_ids,
+    }
     if sessions is None:
         return TrlRollouts(
             str(recipe.rollout),
             rollout_function(recipe),
-            tokenizer,
-            frozenset(eos_ids),
+            loaded.tokenizer,
+            eos_ids,
             recipe.model.chat_template_kwargs,
             max_prompt_tokens,
         )
@@ -189,14 +189,9 @@ def make_loop(
     replies = None if sessions.spec.has_state else ("tool",)
     for name in sessions.spec.names:
         schemas = sessions.schemas(name)
-        chat = Chat(
-            tokenizer,
-            list(eos_ids),
-            schemas,
-            recipe.model.chat_template_kwargs,
-            recipe.model.response_template,
-            vision,
-        )
+        kwargs = recipe.model.chat_template_kwargs
+        template = ChatTemplate(loaded.tokenizer, eos_ids, schemas, kwargs, loaded.vision)
+        chat = Chat(template, recipe.model.response_template)
         check_chat(chat, replies)
         dialogues[name] = chat
         tools = ", ".join(schema["function"]["name"] for schema in schemas)

@@ -117,16 +117,11 @@ class ReplyEncoder:
 
     def skeleton(self, messages: Sequence[Message]) -> Skeleton:
         """Returns the skeleton of a reply; raises a `TemplateRefusal`."""
-        return self._skeletons(
-            tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
-        )
+        keys = ("role", "name", "tool_call_id")
+        return self._skeletons(tuple(tuple((k, m[k]) for k in keys if k in m) for m in messages))
 
-    def _make_skeleton(self, shape: tuple[tuple[str, str | None, str | None], ...]) -> Skeleton:
-        marked: list[Message] = []
-        for n, (role, *names) in enumerate(shape):
-            named = zip(("name", "tool_call_id"), names, strict=True)
-            given = {key: value for key, value in named if value is not None}
-            marked.append({"role": role, "content": _marked(n), **given})
+    def _make_skeleton(self, shape: tuple[tuple[tuple[str, str], ...], ...]) -> Skeleton:
+        marked = [{**dict(message), "content": _marked(n)} for n, message in enumerate(shape)]
         answered = [m for m in marked if m["role"] == "tool"]
         for n, m in enumerate(answered):
             m.setdefault("tool_call_id", f"call{n:05}")

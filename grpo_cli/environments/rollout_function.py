@@ -64,8 +64,8 @@ class Conversation:
                 "has not asked for is no call of a tool: call the function itself"
             )
         answers = await self._functions.answer(calls_of(message))
-        self._calls += [call for _, call in answers]
-        return [answer for answer, _ in answers]
+        self._calls += answers.calls
+        return [*answers.messages]
 
     def reward(self, value: float, name: str | None = None) -> None:
         """Rewards the model's last turn or, with a name, the episode."""
@@ -106,15 +106,15 @@ class RolloutFunction(Adapted):
     def __init__(
         self, function: Callable[..., Any], args: Mapping[str, Any], functions: Functions
     ) -> None:
-        super().__init__(function, functions)
-        self.args = args
+        super().__init__(None, functions)
+        self.function, self.args = function, args
         self._conversation: Conversation | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Starts the function; messages before the first turn are added to the prompt."""
         self._conversation = Conversation(row, seed, self.functions)
-        self._coroutine = self.given(self._conversation, **self.args)
+        self._coroutine = self.function(self._conversation, **self.args)
         if await _advance(self._coroutine, None):
             raise Broken("the rollout function returned before the model took a turn")
         return self._conversation._taken(done=False)
@@ -125,9 +125,6 @@ class RolloutFunction(Adapted):
         assert self._conversation is not None, "reset comes first"
         done = await _advance(self._coroutine, message)
         return self._conversation._taken(done=done)
-
-    async def finish(self) -> Observation:
-        return Observation()
 
     async def close(self) -> None:
         if self._coroutine is not None:

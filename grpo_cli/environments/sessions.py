@@ -31,11 +31,10 @@ from grpo_cli.environments.functions import (
     answer_to,
     calls_of,
     failure,
-    name_of,
-    shortened,
+    joined,
 )
 from grpo_cli.environments.maker import Spec
-from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.session_worker import Reply, SessionCall
 from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError
@@ -343,9 +342,8 @@ class Sessions(WorkerProcesses[_Worker]):
         call.moves += 1
         if not self.spec.has_state and call.request.kind == "step" and is_known:
             calls = calls_of(call.request.payload)
-            answers = [answer_to(one, failure(text)) for one in calls]
-            made = [ToolCall(shortened(name_of(one), 200), True, late) for one in calls]
-            call.future.set_result(Observation(answers, calls=made))
+            answers = [answer_to(c, failure(text), failed=True, timed_out=late) for c in calls]
+            call.future.set_result(joined(answers))
         elif call.moves <= MAX_MOVES and not is_known and needs_no_state:
             self._assign(call)
         elif is_suspect or needs_no_state:

@@ -12,6 +12,7 @@ from grpo_cli.data import Rows, conversations, make_prompts
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.chat_checks import check_chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.response import FORMATS, MalformedCall
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Prompt
@@ -33,9 +34,9 @@ def make() -> Make:
             tokenizers[family] = FAMILIES[family].tokenizer()
         tokenizer = tokenizers[family]
         tokenizer.chat_template = template or FAMILIES[family].template
-        return Chat(
-            tokenizer, FAMILIES[family].eos_ids(tokenizer), **{"tools": [MULTIPLY], **kwargs}
-        )
+        read_as = kwargs.pop("response_template", "auto")
+        eos_ids, given = FAMILIES[family].eos_ids(tokenizer), {"tools": [MULTIPLY], **kwargs}
+        return Chat(ChatTemplate(tokenizer, eos_ids, **given), read_as)
 
     return one
 
@@ -370,8 +371,7 @@ def test_messages_of_an_observation_follow_the_prompt(make: Make) -> None:
     prompt = prompt_of(chat, prefill="I say")
     grown = chat.with_observation(prompt, [user("It is"), user("below 9.")])
     assert decoded(chat, grown.ids).endswith(
-        "Guess.<|im_end|>\n<|im_start|>user\nIt is<|im_end|>\n<|im_start|>user\nbelow 9.<|im_end|>\n"
-        "<|im_start|>assistant\nI say"
+        "It is<|im_end|>\n<|im_start|>user\nbelow 9.<|im_end|>\n<|im_start|>assistant\nI say"
     )
     assert grown.conversation[-1] == {"role": "assistant", "content": "I say"}
 

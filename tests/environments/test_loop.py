@@ -15,6 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.response import MalformedCall
@@ -413,7 +414,7 @@ class Random(Generator):
 def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
     """Over 1,000 episodes each token is one that was drawn, or one of a reply that was appended."""
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    generator, chat = Random(len(tokenizer), eos), Chat(tokenizer, [eos])
+    generator, chat = Random(len(tokenizer), eos), Chat(ChatTemplate(tokenizer, [eos]))
     appended: list[list[int]] = []
     encode = chat.replies.encode
 
