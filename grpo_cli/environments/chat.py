@@ -1,7 +1,7 @@
 """The tokens of a growing conversation: sampled tokens are kept, and replies are appended.
 
     chat = Chat(ChatTemplate(tokenizer, eos_ids, tools))
-    check_chat(chat)                                 # before training: UserError
+    chat.check()                                     # before training: UserError
     ids = [*prompt.ids]
     ids += sampled                                   # the model's turn with its eos
     message = chat.read(sampled)                     # for the environment
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
@@ -27,6 +27,9 @@ from grpo_cli.environments.chat_template import (
     ChatTemplate,
     TemplateRefusal,
     assistant_message,
+    check_nothing_is_dropped,
+    check_prefixes,
+    example,
     tool_message,
 )
 from grpo_cli.environments.protocol import Message
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Chat:
-    """A `dialogue.Dialogue` in a tokenizer's chat template; a turn ends where sampling stops."""
+    """A `player.Dialogue` in a tokenizer's chat template; a turn ends where sampling stops."""
 
     is_one_text = False
     piece_tokens = None
@@ -57,6 +60,43 @@ class Chat:
         # `all_special_tokens` lacks tokens without a role such as eos, for example <|im_start|>.
         marked = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
         self._special = {*marked, *self.tokenizer.all_special_tokens}
+
+    def check(self, replies: Collection[str] | None = None) -> None:
+        """Checks that the template and the tokenizer support multi-turn conversations.
+
+        Args:
+            replies: roles of the environment's messages; None: "tool" and "user" with tools, else
+                "user". A template that moves the tools to the last user message works only if all
+                replies come from tools.
+
+        Raises:
+            UserError: the template refuses the conversation, drops a part of a call or its result,
+                changes earlier messages when others follow, or has another generation prompt in
+                later turns. Or it does not end a turn with a token that ends sampling, or writes
+                calls in an unknown format.
+        """
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "dataset.chat = true: the tokenizer has no chat template; set model.chat_template."
+            )
+        if replies is None:
+            replies = ("tool", "user") if self.tools else ("user",)
+        name = min(self.template.tool_names, default="tool")
+        try:
+            for thought in ("", "<think>\nthought\n</think>\n\n"):
+                check_prefixes(self.template, self.control, example(name, replies, thought))
+            if "tool" in replies and self.tools:
+                check_nothing_is_dropped(self.template, name)
+            user = {"role": "user", "content": ""}
+            tool = {**user, "role": "tool", "name": name}
+            shapes = {"tool": ([tool], [tool, tool]), "user": ([user],)}
+            for messages in (shape for role in replies for shape in shapes[role]):
+                self.replies.skeleton(messages)
+        except TemplateRefusal as error:
+            another = "hermes (ChatML with tool calls) or another" if self.tools else "another"
+            raise UserError(f"{error}; set model.chat_template to {another}.") from error
+        if self.tools:
+            _ = self.parser
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
         """Returns (), since a chat adds no stop strings."""
@@ -76,14 +116,7 @@ class Chat:
     def read(
         self, ids: Sequence[int], num_calls: int = 0, *, at_stop_string: bool = False
     ) -> Message:
-        """Returns a turn of the model as a message, however it ended; see `ResponseParser.parse`.
-
-        Args:
-            ids: the sampled tokens, with or without the eos.
-
-        Raises:
-            MalformedCall: the turn begins a call that cannot be read.
-        """
+        """Returns a turn of the model as a message; see `ResponseParser.parse`."""
         ids = list(ids)
         while ids and ids[-1] in self.template.eos_ids:
             ids.pop()

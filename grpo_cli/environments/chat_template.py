@@ -1,4 +1,4 @@
-"""Renders conversations with a tokenizer's chat template, and examples of messages to try it."""
+"""Renders conversations with a tokenizer's chat template, and checks it with examples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli.data.control_tokens import ControlTokens
 from grpo_cli.environments.protocol import Message
 from grpo_cli.environments.response import Schemas, names_of
 
@@ -62,7 +63,7 @@ class ChatTemplate:
                 )
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            last = described(messages, len(messages) - 1)
+            last = _described(messages, len(messages) - 1)
             reason = str(error).split("\n")[0]
             raise TemplateRefusal(
                 f"the chat template refuses a conversation of {len(messages)} messages that ends "
@@ -118,7 +119,79 @@ def assistant_message(content: str, answers: Sequence[Message] = ()) -> Message:
     return message
 
 
-def described(messages: Sequence[Message], n: int) -> str:
+def _described(messages: Sequence[Message], n: int) -> str:
     message = messages[n]
     called = " with a tool call" if message.get("tool_calls") else ""
     return f"{message['role']}{called}"
+
+
+def example(name: str, replies: Collection[str], thought: str) -> list[Message]:
+    """Returns an example conversation with replies of a tool, of the user, or of both."""
+    said = f"{thought}{MARKED_TEXT}"
+    messages = [user_message(0)]
+    if "tool" in replies:
+        answer, other = (tool_message(name, n) for n in range(2))
+        call = assistant_message(said, [answer])
+        messages += [call, answer, other, call, answer]
+    turn = assistant_message(said)
+    messages.append(turn)
+    if "user" in replies:
+        messages += [user_message(1), turn, user_message(2), turn]
+    return messages
+
+
+def check_prefixes(
+    template: ChatTemplate, control: ControlTokens, messages: Sequence[Message]
+) -> None:
+    """Checks that no message changes the tokens of the messages before it."""
+    before: list[int] = []
+    prompt_of_first, with_prompt = "", ""
+    texts: list[str] = []  # rendered up to each message
+    for n, message in enumerate(messages):
+        where = f"message {n + 1} ({_described(messages, n)})"
+        rendered = template.render(messages[: n + 1])
+        if message["role"] == "tool" and messages[n + 1]["role"] == "tool":
+            texts.append("")  # a template may close a block of results after the last one
+            continue
+        texts.append(rendered)
+        ids = control.encode(rendered)
+        if ids[: len(before)] != before:
+            same = [rendered.startswith(text.rstrip()) for text in texts[:n]]
+            changed = same.index(False) + 1 if False in same else n
+            raise TemplateRefusal(
+                f"the chat template changes message {changed} "
+                f"({_described(messages, changed - 1)}) when {where} follows; what the model "
+                "has read and written must keep its tokens"
+            )
+        if message["role"] == "assistant":
+            if not rendered.startswith(with_prompt):
+                raise TemplateRefusal(
+                    f"the chat template begins {where} otherwise than its generation prompt"
+                )
+            template.up_to_eos(rendered[len(with_prompt) :])
+            ends = [i for i, token in enumerate(ids) if token in template.eos_ids]
+            before = ids[: ends[-1] + 1]
+            continue
+        with_prompt = template.render(messages[: n + 1], generation_prompt=True)
+        if not with_prompt.startswith(rendered):
+            raise TemplateRefusal(f"the chat template changes {where} with its generation prompt")
+        added = with_prompt[len(rendered) :]
+        prompt_of_first = added if n == 0 else prompt_of_first
+        if added != prompt_of_first:
+            raise TemplateRefusal(
+                f"the generation prompt of the chat template behind {where} is {added!r:.60}, "
+                f"and {prompt_of_first!r:.60} in the first turn"
+            )
+
+
+def check_nothing_is_dropped(template: ChatTemplate, name: str) -> None:
+    """Checks that the template writes all parts of a call and its result."""
+    answer = tool_message(name, 1)
+    messages = [user_message(0), assistant_message("", [answer]), answer]
+    nothing, call, result = (template.render(messages[:n]) for n in (1, 2, 3))
+    parts = {"name": name, "argument's name": ARGUMENT[0], "argument's value": ARGUMENT[1]}
+    for part, text in parts.items():
+        if call.count(text) <= nothing.count(text):  # the list of tools also has the name
+            raise TemplateRefusal(f"the chat template drops the {part} of a tool call")
+    if f"{MARKED_TEXT}1" not in result:
+        raise TemplateRefusal("the chat template drops the result of a tool call")

@@ -165,7 +165,6 @@ def make_loop(
     if sessions is None and recipe.rollout is None:
         return None
     from grpo_cli.environments.chat import Chat
-    from grpo_cli.environments.chat_checks import check_chat
     from grpo_cli.environments.chat_template import ChatTemplate
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
@@ -192,7 +191,7 @@ def make_loop(
         kwargs = recipe.model.chat_template_kwargs
         template = ChatTemplate(loaded.tokenizer, eos_ids, schemas, kwargs, loaded.vision)
         chat = Chat(template, recipe.model.response_template)
-        check_chat(chat, replies)
+        chat.check(replies)
         dialogues[name] = chat
         tools = ", ".join(schema["function"]["name"] for schema in schemas)
         say(f"environment {name or 'of all rows'}: {f'tools {tools}' if tools else 'no tools'}")

@@ -142,9 +142,8 @@ class Functions:
 
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn in order; a turn without a call ends the episode."""
-        if not (calls := calls_of(message)):
-            return Observation(done=True)
-        return await self.answer(calls)
+        calls = calls_of(message)
+        return await self.answer(calls) if calls else Observation(done=True)
 
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> Observation:
         """Makes calls in order; consecutive calls of async tools run concurrently."""
@@ -156,38 +155,34 @@ class Functions:
                 answers += await asyncio.gather(*(wrap(self._call(call)) for call in some))
             else:
                 answers += [await self._call(call) for call in some]
-        return joined(answers)
+        return as_observation(answers)
 
     async def _call(self, call: Mapping[str, Any]) -> Answer:
+        """Makes a call; a call that fails is answered with its error."""
         self.deadlines.begin()
-        begun = time.perf_counter()
-        name = shortened(name_of(call), 200)
-        text, failed, timed_out = await self._result(name, call)
-        seconds = time.perf_counter() - begun
-        return answer_to(call, text, failed=failed, timed_out=timed_out, seconds=seconds)
-
-    async def _result(self, name: str, call: Mapping[str, Any]) -> tuple[str, bool, bool]:
-        """Returns (text of the answer, whether the call failed, whether it timed out)."""
-        tool = self.tools.get(name)
+        begun, name = time.perf_counter(), shortened(name_of(call), 200)
+        failed, timed_out = True, False
         try:
-            if tool is None:
+            if (tool := self.tools.get(name)) is None:
                 raise ToolError(f"there is no tool {name!r}; there are: {listed(self.tools)}")
             result = tool.function(**tool.arguments(call["function"].get("arguments")))
             if inspect.isawaitable(result):
                 result = await self.deadlines.within(result)
-            return as_text(result), False, False
+            text, failed = as_text(result), False
         except Overrun as late:
-            return failure(str(late)), True, True
+            text, timed_out = failure(str(late)), True
         except EnvironmentFailure:
             raise
         except ToolError as error:
-            return failure(str(error)), True, False
+            text = failure(str(error))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the episode was abandoned
-            return failure("CancelledError"), True, False
+            text = failure("CancelledError")
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            return failure(described(error)), True, False
+            text = failure(described(error))
+        seconds = time.perf_counter() - begun
+        return answer_to(call, text, failed=failed, timed_out=timed_out, seconds=seconds)
 
 
 def load_tools(paths: Mapping[str, str]) -> dict[str, Tool]:
@@ -270,7 +265,7 @@ def answer_to(call: Mapping[str, Any], text: str, **outcome: Any) -> Answer:
     return answer, ToolCall(name, **outcome)
 
 
-def joined(answers: Sequence[Answer]) -> Observation:
+def as_observation(answers: Sequence[Answer]) -> Observation:
     """Returns the answers to the calls of a turn as an observation."""
     return Observation([message for message, _ in answers], calls=[made for _, made in answers])
 

@@ -20,10 +20,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.environments.dialogue import Dialogue
 from grpo_cli.environments.episode import Episode
 from grpo_cli.environments.functions import EnvironmentFailure
-from grpo_cli.environments.player import Player, shown
+from grpo_cli.environments.player import Dialogue, Player, shown
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.settings import NAME_COLUMN, EpisodeSettings
 from grpo_cli.errors import TrainingError

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from grpo_cli.environments.functions import clean_text
-from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.environments.protocol import Observation, ToolCall
 from grpo_cli.scoring.guards import described
 from grpo_cli.scoring.pool_worker import to_builtin
 
@@ -83,6 +83,9 @@ class _Message(BaseModel):
     tool_call_id: Name = None
 
 
+Messages = list[Annotated[_Message, AfterValidator(lambda m: m.model_dump(exclude_none=True))]]
+
+
 class _Function(BaseModel, extra="allow"):
     name: str
     parameters: dict[str, Any]
@@ -93,7 +96,7 @@ class _Tool(BaseModel, extra="allow"):
 
 
 class _Observation(BaseModel, extra="forbid"):
-    messages: list[_Message] = []
+    messages: Messages = []
     reward: Number | None = None
     done: Annotated[StrictBool, BeforeValidator(unboxed)] = False
     tools: list[_Tool] = []
@@ -134,21 +137,14 @@ def observed(value: Any) -> Observation:
     if isinstance(value, Observation):  # a subclass may have fields of its own
         given = {field.name: getattr(value, field.name) for field in fields(Observation)}
     found: _Observation = checked(_Observation, given, "its observation")
-    messages = [m.model_dump(exclude_none=True) for m in found.messages]
     tools = [to_builtin(tool) for tool in given.get("tools", ())]
-    return Observation(**{**dict(found), "messages": messages, "tools": tools})
+    return Observation(**{**dict(found), "tools": tools})
 
 
 def schemas_of(tools: Any) -> list[dict[str, Any]]:
     """Checks the JSON schemas of an environment's tools, and returns them as plain dicts."""
     checked(list[_Tool], tools, "its tools")
     return [to_builtin(tool) for tool in tools]
-
-
-def as_messages(messages: Any) -> list[Message]:
-    """Checks messages of an environment, and returns them with their content cleaned."""
-    found = checked(list[_Message], messages, "its messages")
-    return [m.model_dump(exclude_none=True) for m in found]
 
 
 def described_value(value: Any) -> str:

@@ -71,7 +71,7 @@ def program_loop(
 
 
 class ProgramDialogue:
-    """A `dialogue.Dialogue` in which programs and their outputs form one text."""
+    """A `player.Dialogue` in which programs and their outputs form one text."""
 
     is_one_text = True
     tools: Sequence[Mapping[str, Any]] = (
@@ -96,7 +96,7 @@ class ProgramDialogue:
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns the end of the first program, else of an eos; see `dialogue.Dialogue`.
+        """Returns the end of the first program, else of an eos; see `player.Dialogue`.
 
         An eos right after a program's closing fence is dropped. After the last allowed call, blocks
         are not programs.

@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_cli.environments.adapters import Adapted
 from grpo_cli.environments.functions import Functions, calls_of
-from grpo_cli.environments.observations import Broken, Number, as_messages, checked
+from grpo_cli.environments.observations import Broken, Messages, Number, checked
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 
 _TURN = object()  # yielded by a conversation that waits for the model
@@ -54,7 +54,8 @@ class Conversation:
 
     def append(self, messages: Message | Sequence[Message]) -> None:
         """Appends user, tool or system messages before the model's next turn."""
-        self._messages += as_messages([messages] if isinstance(messages, Mapping) else messages)
+        given = [messages] if isinstance(messages, Mapping) else messages
+        self._messages += checked(Messages, given, "its messages")
 
     async def call_tools(self, message: Message) -> list[Message]:
         """Makes the tool calls of a message; returns their answers in order."""

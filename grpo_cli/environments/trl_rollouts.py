@@ -95,25 +95,21 @@ class RolloutTrainer:
         known = self._given.get(id(prompt))
         if known is not None and (known.images or known.marked is not None):
             return known  # its string lacks the images and marks
-        ids = self._ids(prompt)
+        is_chat, text = conversations.is_conversation(prompt), prompt
+        if is_chat:
+            text = conversations.render(
+                self.tokenizer, prompt, self._template_kwargs, "the rollout function"
+            )
+        ids = prompt
+        if is_chat or isinstance(prompt, str):
+            ids = self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
         vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
         if vision is not None and _of_images(vision, ids):
             raise TrainingError(
                 "trainer.generate of a rollout function takes prompts with images as the function "
                 "was given them, no copies and no token ids."
             )
-        return Prompt.from_ids(ids)
-
-    def _ids(self, prompt: Any) -> list[int]:
-        is_chat = conversations.is_conversation(prompt)
-        if not isinstance(prompt, str) and not is_chat:
-            return list(prompt)
-        text = prompt
-        if is_chat:
-            text = conversations.render(
-                self.tokenizer, prompt, self._template_kwargs, "the rollout function"
-            )
-        return list(self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
+        return Prompt.from_ids(list(ids))
 
 
 def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:

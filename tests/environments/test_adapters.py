@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_cli.environments.adapters import Adapted
-from grpo_cli.environments.maker import Maker, Spec, manner_of
+from grpo_cli.environments.adapters import Adapted, Maker, Spec, manner_of
 from grpo_cli.environments.observations import Broken, observed
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError

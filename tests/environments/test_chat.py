@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from grpo_cli.data import Rows, conversations, make_prompts
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.chat import Chat
-from grpo_cli.environments.chat_checks import check_chat
 from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.response import FORMATS, MalformedCall
 from grpo_cli.errors import TrainingError, UserError
@@ -63,6 +62,10 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+def encoded(chat: Chat, message: dict[str, Any], limit: int = 99) -> list[int]:
+    return chat.replies.encode([message], ended_by_eos=True, limit=limit)
+
+
 def decoded(chat: Chat, ids: list[int]) -> str:
     return str(chat.tokenizer.decode(ids))
 
@@ -73,7 +76,7 @@ def decoded(chat: Chat, ids: list[int]) -> str:
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_a_family_passes_and_its_format_is_found(make: Make, family: str) -> None:
     chat = make(family)
-    check_chat(chat, ["tool"])
+    chat.check(["tool"])
     expected = {"tiny": "hermes", "qwen2_5": "hermes"}.get(family, family)
     assert chat.parser.read is FORMATS[expected]
 
@@ -93,7 +96,7 @@ def test_a_template_that_cannot_grow_is_refused(
 ) -> None:
     chat = make(family, tools=[MULTIPLY] if tools else [])
     with pytest.raises(UserError) as error:
-        check_chat(chat, replies)
+        chat.check(replies)
     assert ("hermes (ChatML with tool calls)" in str(error.value)) == tools
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
@@ -102,7 +105,7 @@ def test_a_template_that_cannot_grow_is_refused(
 
 @pytest.mark.parametrize("family", ["tiny", "hermes", "qwen2_5", "llama3", "mistral", "gemma"])
 def test_without_tools_no_role_for_tools_is_needed(make: Make, family: str) -> None:
-    check_chat(make(family, tools=[]))
+    make(family, tools=[]).check()
 
 
 QWEN2_5 = FAMILIES["qwen2_5"].template
@@ -139,7 +142,7 @@ def test_a_template_that_drops_or_changes_something_is_refused(
 ) -> None:
     assert changed in QWEN2_5
     with pytest.raises(UserError) as error:
-        check_chat(make("qwen2_5", QWEN2_5.replace(changed, to)))
+        make("qwen2_5", QWEN2_5.replace(changed, to)).check()
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -149,7 +152,7 @@ def test_the_tokenizers_own_response_template_goes_first(make: Make) -> None:
     tokenizer: Any = chat.tokenizer
     tokenizer.response_template = RESPONSE_TEMPLATE
     try:
-        check_chat(chat)
+        chat.check()
         assert chat.parser.template == RESPONSE_TEMPLATE
         ids = chat.turn_ids({"role": "assistant", "content": "", "tool_calls": [call(a=1)]})
         assert chat.read(ids)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
@@ -191,9 +194,7 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
             assert chat.read(sampled).get("tool_calls", []) == [
                 {k: v for k, v in c.items() if k != "id"} for c in turn.get("tool_calls", [])
             ]
-            reply = (
-                [result(words(rng))] if calls_tool else [{"role": "user", "content": words(rng)}]
-            )
+            reply = [result(words(rng)) if calls_tool else user(words(rng))]
             appended = chat.replies.encode(reply, ended_by_eos=True, limit=1000)
             messages += [turn, *reply]
             ids += sampled + appended
@@ -215,19 +216,14 @@ def test_a_text_is_changed_as_the_template_changes_it(
 ) -> None:
     role = "user" if family == "gemma" else "tool"
     chat = make(family, tools=[] if family == "gemma" else [MULTIPLY])
-    shown, plain = (
-        decoded(
-            chat, chat.replies.encode([{**result(t), "role": role}], ended_by_eos=True, limit=99)
-        )
-        for t in (text, "@")
-    )
+    shown, plain = (decoded(chat, encoded(chat, result(t, role=role))) for t in (text, "@"))
     assert shown == plain.replace('"@"' if family == "llama3" else "@", expected)
 
 
 def test_the_end_of_a_turn_is_added_where_none_was_sampled(make: Make) -> None:
     for family in WITH_TOOLS:
         chat = make(family)
-        with_eos = chat.replies.encode([result("6")], ended_by_eos=True, limit=9)
+        with_eos = encoded(chat, result("6"))
         without = chat.replies.encode([result("6")], ended_by_eos=False, limit=9)
         assert without[1:] == with_eos
         assert without[0] in chat.template.eos_ids
@@ -239,8 +235,7 @@ def test_no_text_becomes_a_control_token(make: Make, family: str) -> None:
     role = "user" if family == "gemma" else "tool"
 
     def reply(text: str, **more: str) -> list[int]:
-        message = {**result(text, **more), "role": role}
-        return chat.replies.encode([message], ended_by_eos=True, limit=10_000)
+        return encoded(chat, result(text, role=role, **more), 10_000)
 
     def control(ids: list[int]) -> list[int]:
         return [i for i in ids if i in chat.control.ids]
@@ -274,8 +269,7 @@ def test_no_text_becomes_a_control_token(make: Make, family: str) -> None:
 )
 def test_contents_that_are_no_plain_text(make: Make, content: Any, expected: str) -> None:
     chat = make("tiny")
-    ids = chat.replies.encode([result(content)], ended_by_eos=True, limit=100)
-    text = decoded(chat, ids)
+    text = decoded(chat, encoded(chat, result(content)))
     assert text == f"\n<|im_start|>tool\n{expected}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -283,8 +277,7 @@ def test_a_long_text_is_cut_in_its_middle(make: Make) -> None:
     chat = make("tiny")
 
     def shown(text: str, limit: int) -> str:
-        ids = chat.replies.encode([result(text)], ended_by_eos=True, limit=limit)
-        empty = chat.replies.encode([result("")], ended_by_eos=True, limit=limit)
+        ids, empty = (encoded(chat, result(content), limit) for content in (text, ""))
         assert len(ids) - len(empty) <= limit
         return decoded(chat, ids).split("tool\n")[1].split("<|im_end|>")[0]
 
@@ -299,7 +292,7 @@ def test_a_long_text_is_cut_in_its_middle(make: Make) -> None:
 
 def test_a_reply_that_the_template_refuses_stops_the_run(make: Make) -> None:
     with pytest.raises(TrainingError, match=r"cannot render a reply .* \(tool\): .*alternate"):
-        make("gemma", tools=[]).replies.encode([result("6")], ended_by_eos=True, limit=9)
+        encoded(make("gemma", tools=[]), result("6"))
 
 
 def test_many_ids_of_calls_do_not_fill_the_memory(
@@ -308,10 +301,7 @@ def test_many_ids_of_calls_do_not_fill_the_memory(
     monkeypatch.setattr("grpo_cli.environments.replies.MOST_SHAPES", 3)
     chat = make("mistral")
     for n in range(10):
-        text = decoded(
-            chat,
-            chat.replies.encode([result("6", tool_call_id=f"a{n:08}")], ended_by_eos=True, limit=9),
-        )
+        text = decoded(chat, encoded(chat, result("6", tool_call_id=f"a{n:08}")))
         assert f'"call_id": "a{n:08}"' in text
         assert chat.replies._skeletons.cache_info().currsize <= 3
 
@@ -336,7 +326,7 @@ def test_an_episode_as_messages_has_the_ids_of_a_played_one(make: Make) -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [call(a=6, b=7)]}
     ids, is_sampled = chat.episode_ids([called, result("42"), answer])
     turns = [chat.turn_ids(called), chat.turn_ids(answer)]
-    reply = chat.replies.encode([result("42")], ended_by_eos=True, limit=99)
+    reply = encoded(chat, result("42"))
     assert ids == turns[0] + reply + turns[1]
     assert is_sampled == [True] * len(turns[0]) + [False] * len(reply) + [True] * len(turns[1])
     assert decoded(chat, turns[0]) == (
