@@ -27,9 +27,7 @@ from grpo_cli.environments.chat_template import (
     ChatTemplate,
     TemplateRefusal,
     assistant_message,
-    check_nothing_is_dropped,
-    check_prefixes,
-    example,
+    check_template,
     tool_message,
 )
 from grpo_cli.environments.protocol import Message
@@ -42,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class Chat:
-    """A `player.Dialogue` in a tokenizer's chat template; a turn ends where sampling stops."""
+    """A `player.Dialogue` in a chat template; a turn ends where sampling stops.
+
+    Holds the template, the encoder of replies and the parser of the model's turns.
+    """
 
     is_one_text = False
     piece_tokens = None
@@ -81,14 +82,10 @@ class Chat:
             )
         if replies is None:
             replies = ("tool", "user") if self.tools else ("user",)
-        name = min(self.template.tool_names, default="tool")
         try:
-            for thought in ("", "<think>\nthought\n</think>\n\n"):
-                check_prefixes(self.template, self.control, example(name, replies, thought))
-            if "tool" in replies and self.tools:
-                check_nothing_is_dropped(self.template, name)
+            check_template(self.template, self.control, replies)
             user = {"role": "user", "content": ""}
-            tool = {**user, "role": "tool", "name": name}
+            tool = {**user, "role": "tool", "name": min(self.template.tool_names, default="tool")}
             shapes = {"tool": ([tool], [tool, tool]), "user": ([user],)}
             for messages in (shape for role in replies for shape in shapes[role]):
                 self.replies.skeleton(messages)
@@ -215,22 +212,13 @@ class Chat:
         shown = [self.replies.shortened(text, limit) for text in texts]
         marked: Any = prompt.marked or prompt.conversation
         prefill = [*marked[len(messages) :]]
-        written = filled(marked[: len(messages)], self.control.mark(shown))
-        kwargs = conversations.template_kwargs(
-            self.template.kwargs, prompt.columns, self.control.mark
-        )
-        rendered = conversations.render(
-            self.tokenizer,
-            self.template.as_accepted([*written, *prefill]),
-            kwargs,
-            f"row {prompt.row}",
-            self.tools,
-        )
+        mark = self.control.mark
+        written = filled(marked[: len(messages)], mark(shown))
+        accepted = self.template.as_accepted([*written, *prefill])
+        kwargs = conversations.template_kwargs(self.template.kwargs, prompt.columns, mark)
+        where = f"row {prompt.row}"
+        rendered = conversations.render(self.tokenizer, accepted, kwargs, where, self.tools)
         if prompt.vision:
             rendered = prompt.vision.expanded(rendered, prompt.images)
-        return dataclasses.replace(
-            prompt,
-            ids=self.control.encode(rendered),
-            text=filled(messages, shown),
-            row_ids=prompt.ids,
-        )
+        ids, text = self.control.encode(rendered), filled(messages, shown)
+        return dataclasses.replace(prompt, ids=ids, text=text, row_ids=prompt.ids)

@@ -98,10 +98,8 @@ def user_message(number: int) -> Message:
 
 
 def tool_message(name: str, number: int) -> Message:
-    return {
-        "role": "tool", "name": name, "content": f"{MARKED_TEXT}{number}",
-        "tool_call_id": "call00000",
-    }  # fmt: skip
+    content = f"{MARKED_TEXT}{number}"
+    return {"role": "tool", "name": name, "content": content, "tool_call_id": "call00000"}
 
 
 def assistant_message(content: str, answers: Sequence[Message] = ()) -> Message:
@@ -125,7 +123,18 @@ def _described(messages: Sequence[Message], n: int) -> str:
     return f"{message['role']}{called}"
 
 
-def example(name: str, replies: Collection[str], thought: str) -> list[Message]:
+def check_template(
+    template: ChatTemplate, control: ControlTokens, replies: Collection[str]
+) -> None:
+    """Checks that conversations can grow, with replies of some roles; see `Chat.check`."""
+    name = min(template.tool_names, default="tool")
+    for thought in ("", "<think>\nthought\n</think>\n\n"):
+        _check_prefixes(template, control, _example(name, replies, thought))
+    if "tool" in replies and template.tools:
+        _check_nothing_is_dropped(template, name)
+
+
+def _example(name: str, replies: Collection[str], thought: str) -> list[Message]:
     """Returns an example conversation with replies of a tool, of the user, or of both."""
     said = f"{thought}{MARKED_TEXT}"
     messages = [user_message(0)]
@@ -140,7 +149,7 @@ def example(name: str, replies: Collection[str], thought: str) -> list[Message]:
     return messages
 
 
-def check_prefixes(
+def _check_prefixes(
     template: ChatTemplate, control: ControlTokens, messages: Sequence[Message]
 ) -> None:
     """Checks that no message changes the tokens of the messages before it."""
@@ -184,7 +193,7 @@ def check_prefixes(
             )
 
 
-def check_nothing_is_dropped(template: ChatTemplate, name: str) -> None:
+def _check_nothing_is_dropped(template: ChatTemplate, name: str) -> None:
     """Checks that the template writes all parts of a call and its result."""
     answer = tool_message(name, 1)
     messages = [user_message(0), assistant_message("", [answer]), answer]

@@ -170,36 +170,22 @@ def make_loop(
     from grpo_cli.environments.trl_rollouts import TrlRollouts
     from grpo_cli.models import loading
 
-    eos_ids = {
-        *loading.eos_ids(loaded.model.generation_config, loaded.tokenizer),
-        *recipe.generation.stop_token_ids,
-    }
+    tokenizer, kwargs = loaded.tokenizer, recipe.model.chat_template_kwargs
+    of_model = loading.eos_ids(loaded.model.generation_config, tokenizer)
+    eos_ids = {*of_model, *recipe.generation.stop_token_ids}
     if sessions is None:
-        return TrlRollouts(
-            str(recipe.rollout),
-            rollout_function(recipe),
-            loaded.tokenizer,
-            eos_ids,
-            recipe.model.chat_template_kwargs,
-            max_prompt_tokens,
-        )
+        path, function = str(recipe.rollout), rollout_function(recipe)
+        return TrlRollouts(path, function, tokenizer, eos_ids, kwargs, max_prompt_tokens)
 
     dialogues = {}
     replies = None if sessions.spec.has_state else ("tool",)
     for name in sessions.spec.names:
         schemas = sessions.schemas(name)
-        kwargs = recipe.model.chat_template_kwargs
-        template = ChatTemplate(loaded.tokenizer, eos_ids, schemas, kwargs, loaded.vision)
+        template = ChatTemplate(tokenizer, eos_ids, schemas, kwargs, loaded.vision)
         chat = Chat(template, recipe.model.response_template)
         chat.check(replies)
         dialogues[name] = chat
         tools = ", ".join(schema["function"]["name"] for schema in schemas)
         say(f"environment {name or 'of all rows'}: {f'tools {tools}' if tools else 'no tools'}")
-    return EpisodeLoop(
-        sessions,
-        dialogues,
-        recipe.episode,
-        max_prompt_tokens,
-        recipe.environment.max_failed_share,
-        say,
-    )
+    share = recipe.environment.max_failed_share
+    return EpisodeLoop(sessions, dialogues, recipe.episode, max_prompt_tokens, share, say)

@@ -129,8 +129,7 @@ class _Rounds:
         self.ready: list[Player] = []  # whose next piece can be sampled
         self.complete: list[Sampled] = []  # groups that `run` has not yielded yet
         # Answers of environments: (player, answer, seconds that it took).
-        self.answers: queue.SimpleQueue[tuple[Player, Future[Observation], float]]
-        self.answers = queue.SimpleQueue()
+        self.answers = queue.SimpleQueue[tuple[Player, Future[Observation], float]]()
         self.num_waiting = 0  # number of pending environment calls
         self.num_failed = 0  # number of episodes without a reward
         self.seconds_waited = 0.0

@@ -33,10 +33,6 @@ _CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), 127) if chr(n) 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
-def _marked(number: int) -> str:
-    return f"   marker{number}begin{_PROBE}marker{number}end   "
-
-
 # Known changes of content by templates: changed probe -> function that makes the same change.
 _CHANGES: dict[str, Callable[[str], str]] = {
     _PROBE: lambda text: text,
@@ -67,7 +63,7 @@ _UNCHANGED = Gap(0, lambda text: text)
 
 
 class ReplyEncoder:
-    """Encodes the replies of environments, and keeps the rendered shapes of replies."""
+    """Encodes the replies of environments; holds a skeleton for each shape of a reply."""
 
     def __init__(self, template: ChatTemplate, control: ControlTokens) -> None:
         self.template, self.control = template, control
@@ -121,7 +117,8 @@ class ReplyEncoder:
         return self._skeletons(tuple(tuple((k, m[k]) for k in keys if k in m) for m in messages))
 
     def _make_skeleton(self, shape: tuple[tuple[tuple[str, str], ...], ...]) -> Skeleton:
-        marked = [{**dict(message), "content": _marked(n)} for n, message in enumerate(shape)]
+        texts = [f"   marker{n}begin{_PROBE}marker{n}end   " for n in range(len(shape))]
+        marked = [{**dict(m), "content": text} for m, text in zip(shape, texts, strict=True)]
         answered = [m for m in marked if m["role"] == "tool"]
         for n, m in enumerate(answered):
             m.setdefault("tool_call_id", f"call{n:05}")

@@ -308,13 +308,8 @@ def test_many_ids_of_calls_do_not_fill_the_memory(
 
 def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
     chat = make("tiny")
-    assert (
-        chat.read(chat.control.encode("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
-    )
-    assert chat.read(chat.control.encode("42<|im_end|><|im_end|>")) == {
-        "role": "assistant",
-        "content": "42",
-    }
+    for text in ("4<|im_start|>2<|endoftext|><|im_end|>", "42<|im_end|><|im_end|>"):
+        assert chat.read(chat.control.encode(text)) == {"role": "assistant", "content": "42"}
 
 
 # Episodes that are given as messages.
