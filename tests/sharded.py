@@ -32,6 +32,7 @@ from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -642,7 +643,7 @@ def episodes_of_a_sharded_policy_are_those_of_a_whole_one(workers: Workers) -> N
     numbers = [[0, 1, 4], [2], []][workers.rank]
     prompts = [Prompt(n, PROMPTS[n], [{"role": "user", "content": "?"}], {}) for n in numbers]
     eos_ids = [2, *MANY_EOS]  # the template's own, too
-    chat = Chat(TOKENIZER, eos_ids)
+    chat = Chat(ChatTemplate(TOKENIZER, eos_ids))
     settings = EnvironmentSettings(path="tests.kill_harness:Talks")
 
     def sampled(generator: Generator) -> list[list[Completion]]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -172,7 +173,8 @@ def played(
         for n, ids in enumerate(PROMPTS)
     ]
     with contextlib.closing(Sessions(settings)) as sessions:
-        loop = EpisodeLoop(sessions, {"": Chat(tokenizer, [2])}, EpisodeSettings(order=order))
+        chat = Chat(ChatTemplate(tokenizer, [2]))
+        loop = EpisodeLoop(sessions, {"": chat}, EpisodeSettings(order=order))
         with loop.sample(generator, Request(prompts, 2, sampling, SEEDS)) as sampled:
             return [
                 Rollout(p, c, "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
     words = as_words(argv)
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
     start = Path(given.get("resume") or "auto").expanduser()
-    runs = [p for p in (start, start.parent.parent) if (p / "recipe.yaml").is_file()]
+    runs = [p for p in (start, start.parent.parent) if os.path.lexists(p / "recipe.yaml")]
     if "recipe" in given or start == Path("auto") or not runs:
         return words
     folder, file = runs[0], runs[0] / "recipe.yaml"

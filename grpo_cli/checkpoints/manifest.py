@@ -154,9 +154,8 @@ def read(folder: Path) -> dict[str, Entry]:
         content = json.loads((folder / MANIFEST).read_bytes())
         version = content["version"]
         files = {name: Entry(**entry) for name, entry in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise Damaged(f"is damaged ({MANIFEST}: cannot be read: {reason})") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"is damaged ({MANIFEST}: cannot be read: {error!r})") from error
     if version != VERSION:
         raise Damaged(f"has a manifest of version {version}; this grpo reads version {VERSION}")
     if not files:

@@ -90,7 +90,7 @@ def find(path: Path, step: int | None) -> Path:
     if step is None:
         return stored_completions.find(path, "RUN")
     file = path / "completions" / f"step-{step}.parquet"
-    if file.is_file():
+    if file.exists() or file.is_symlink():
         return file
     there = stored_completions.steps_stored(path)
     if not there:

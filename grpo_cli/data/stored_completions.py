@@ -117,7 +117,7 @@ def find(path: Path, key: str) -> Path:
     stored.append(run / "eval" / path.name / WRITTEN[0])
     stored.append(run / "completions" / f"{path.name}.parquet")
     if run == path:
-        stored += sorted(path.glob("completions/step-*.parquet"), key=_step, reverse=True)
+        stored += [run / "completions" / f"step-{n}.parquet" for n in steps_stored(run)[::-1]]
     for file in stored:
         if file.is_file():
             return file
@@ -129,12 +129,8 @@ def find(path: Path, key: str) -> Path:
 
 def steps_stored(run: Path) -> list[int]:
     """Returns the steps with stored completions of a run, in order."""
-    return sorted(_step(path) for path in run.glob("completions/step-*.parquet"))
-
-
-def _step(path: Path) -> int:
-    number = re.match(r"step-(\d+)", path.name)
-    return int(number[1]) if number else -1
+    names = (path.name for path in run.glob("completions/step-*.parquet"))
+    return sorted(int(m[1]) for n in names if (m := re.fullmatch(r"step-(\d+)\.parquet", n)))
 
 
 def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Adapts users' environments to one interface: classes of two protocols, and MCP servers.
+"""Makes users' environments, and adapts them to one interface: classes of two protocols.
 
 The protocol of a class is recognised by its methods:
 
@@ -6,8 +6,8 @@ The protocol of a class is recognised by its methods:
     ours          reset(row, seed), step(message)                a message, passed to `step`
     TRL's         reset(**row), public methods, get_reward()     calls of the public methods
 
-A string that TRL's `reset` returns is a user message. The loop appends a single such message to
-the last user message of the prompt, as TRL does.
+A string that TRL's `reset` returns is a user message. A single such message is appended to the last
+user message of the prompt, as TRL does.
 
 Runs in the worker process of a session (`session_worker.py`).
 """
@@ -17,21 +17,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from numbers import Real
-from typing import Annotated, Any, Literal
-
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    InstanceOf,
-    StrictBool,
-    TypeAdapter,
-    ValidationError,
-)
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from grpo_cli.config.user_code import import_module, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, result_of
@@ -39,24 +27,26 @@ from grpo_cli.environments.functions import (
     Functions,
     Tool,
     calls_of,
-    clean_text,
     load_tools,
     make_tool,
     name_of,
 )
-from grpo_cli.environments.protocol import Message, Observation, ToolCall
-from grpo_cli.environments.settings import EnvironmentSettings
+from grpo_cli.environments.observations import (
+    Broken,
+    Number,
+    Text,
+    checked,
+    described_value,
+    observed,
+    schemas_of,
+)
+from grpo_cli.environments.protocol import Message, Observation
+from grpo_cli.environments.settings import NAME_COLUMN, EnvironmentSettings
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.scoring.guards import blame, described
-from grpo_cli.scoring.pool_worker import to_builtin
+from grpo_cli.scoring.guards import blame
 
-NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
 NO_TURN_YET = "and the model has taken no turn yet"
-
-
-class Broken(Exception):  # noqa: N818
-    """An environment violated the protocol; the message says how."""
 
 
 @dataclass
@@ -81,7 +71,7 @@ class Maker:
 
     def __init__(self, spec: Spec, deadlines: Deadlines | None = None) -> None:
         self.spec, self.deadlines = spec, deadlines or Deadlines()
-        self._found: dict[str, tuple[str, Callable[..., Any], Mapping[str, Any]]] = {}
+        self._class = functools.cache(self._find_class)
         self._shared: dict[str, Any] = {}  # connections shared by rollouts
 
     @functools.cached_property
@@ -143,7 +133,7 @@ class Maker:
         bound = {n: replace(t, function=getattr(given, n)) for n, t in methods.items()}
         return TrlEnvironment(given, functions.joined(bound, where), bool(self.spec.by_name))
 
-    def _class(self, name: str) -> tuple[str, Callable[..., Any], Mapping[str, Any]]:
+    def _find_class(self, name: str) -> tuple[str, Callable[..., Any], Mapping[str, Any]]:
         """Imports a user's class of environments, or a function that returns one.
 
         Returns:
@@ -152,23 +142,18 @@ class Maker:
         Raises:
             UserError: the class does not exist, or does not take the arguments.
         """
-        if name in self._found:
-            return self._found[name]
-        by_name = self.spec.by_name
-        args: Mapping[str, Any] = self.spec.args
+        by_name, args = self.spec.by_name, self.spec.args
         key, path = "environment.path", str(self.spec.path)
         if by_name:
-            if name not in by_name:
-                raise UserError(
-                    f"the column {NAME_COLUMN}: there is no environment {name!r}; "
-                    f"environment.by_name has {listed(by_name)}.{nearest(name, by_name)}"
-                )
+            named = [(f"the column {NAME_COLUMN}", name)]
+            named += [(f"environment.args.{used}", used) for used in args]
+            for where, used in named:
+                if used not in by_name:
+                    raise UserError(
+                        f"{where}: there is no environment {used!r}; environment.by_name has "
+                        f"{listed(by_name)}.{nearest(used, by_name)}"
+                    )
             key, path = f"environment.by_name.{name}", by_name[name]
-            if unknown := [n for n in args if n not in by_name]:
-                raise UserError(
-                    f"environment.args.{unknown[0]}: there is no environment {unknown[0]!r}; "
-                    f"environment.by_name has {listed(by_name)}.{nearest(unknown[0], by_name)}"
-                )
             args = args.get(name, {})
             if not isinstance(args, Mapping):
                 raise UserError(
@@ -195,8 +180,7 @@ class Maker:
                     f"{where}: a rollout function must take a conversation, and nothing else that "
                     f"environment.args does not give ({error})."
                 ) from error
-        self._found[name] = where, call, dict(args)
-        return self._found[name]
+        return where, call, dict(args)
 
 
 def check_args(
@@ -237,36 +221,15 @@ def manner_of(cls: type, where: str) -> Literal["ours", "trl"]:
     Raises:
         UserError: the class follows neither protocol.
     """
-    reset, step = (
-        getattr(cls, n, None) if callable(getattr(cls, n, None)) else None
-        for n in ("reset", "step")
-    )
-    if reset is not None:
-        takes_message = step is not None and names_of(step)[:1] == ["message"]
-        if step is not None and (takes_message or names_of(reset)[:1] == ["row"]):
-            return "ours"
-        return "trl"
-    raise UserError(
-        f"{where}: {cls.__name__} has no method reset; an environment has reset(row, seed) and "
-        "step(message), or reset(**row) and public methods as tools (TRL)."
-    )
-
-
-def names_of(function: Any) -> list[str]:
-    """Returns the names of a function's parameters, without self, *args and **kwargs."""
-    with contextlib.suppress(TypeError, ValueError):
-        found = inspect.signature(function).parameters.values()
-        named = [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        return [n for n in named if n != "self"]
-    return []
-
-
-def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that match a function's parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(given)
-    return {name: given[name] for name in names_of(function) if name in given}
+    reset, step = (getattr(cls, name, None) for name in ("reset", "step"))
+    if not callable(reset):
+        raise UserError(
+            f"{where}: {cls.__name__} has no method reset; an environment has reset(row, seed) and "
+            "step(message), or reset(**row) and public methods as tools (TRL)."
+        )
+    takes_message = callable(step) and names_of(step)[:1] == ["message"]
+    takes_row = callable(step) and names_of(reset)[:1] == ["row"]
+    return "ours" if takes_message or takes_row else "trl"
 
 
 class Adapted:
@@ -328,9 +291,7 @@ class MessageEnvironment(Adapted):
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """The JSON schemas of the environment's tools and the recipe's."""
-        tools = getattr(self.given, "tools", ())
-        checked(list[_Tool], tools, "its tools")
-        own: list[dict[str, Any]] = [to_builtin(tool) for tool in tools]
+        own = schemas_of(getattr(self.given, "tools", ()))
         names = [schema["function"]["name"] for schema in own]
         self.functions.check_names(names, type(self.given).__name__)
         return [*own, *self.functions.schemas]
@@ -351,8 +312,7 @@ class MessageEnvironment(Adapted):
         ours = [c for c in calls if name_of(c) in self.functions.tools]
         if not ours:
             return observed(await result_of(self.given.step(message)))
-        answers = await self.functions.answer(ours)
-        made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
+        made = await self.functions.answer(ours)
         if len(ours) == len(calls):
             return made
         rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
@@ -392,127 +352,18 @@ class TrlEnvironment(Adapted):
         return Observation([{"role": "user", "content": content}], tools=self.schemas)
 
 
-# Checks of the values that environments return
+def names_of(function: Any) -> list[str]:
+    """Returns the names of a function's parameters, without self, *args and **kwargs."""
+    with contextlib.suppress(TypeError, ValueError):
+        found = inspect.signature(function).parameters.values()
+        named = [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return [n for n in named if n != "self"]
+    return []
 
 
-def text_of(content: Any) -> str:
-    """Returns a message's content as a string; it may be a list of text blocks.
-
-    Raises:
-        ValueError: the content is not text.
-    """
-    blocks = content if isinstance(content, list) else [content]
-    texts: list[Any] = [
-        block.get("text") if isinstance(block, Mapping) else block for block in blocks
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{described_value(content)} is not a text")
-    return clean_text("".join(texts))
-
-
-def finite(value: Any) -> float:
-    """Returns a value, which may be a scalar of numpy or torch, as a float.
-
-    Raises:
-        ValueError: the value is not a finite number.
-    """
-    value = unboxed(value)
-    is_number = isinstance(value, Real)
-    if not is_number or not abs(value) <= sys.float_info.max:  # an int may be too large
-        raise ValueError(f"{described_value(value)} is not a finite number")
-    return float(value)
-
-
-def unboxed(value: Any) -> Any:
-    """Returns a scalar of numpy or torch as a Python number; other values unchanged."""
-    with contextlib.suppress(Exception):
-        return value.item()
-    return value
-
-
-def _cleaned_call(call: ToolCall) -> ToolCall:
-    name = clean_text(str(call.name), 200)
-    return ToolCall(name, bool(call.failed), bool(call.timed_out), float(call.seconds))
-
-
-Text = Annotated[str, BeforeValidator(text_of)]
-Name = Annotated[str | None, BeforeValidator(lambda v: v if v is None else clean_text(str(v), 200))]
-Number = Annotated[float, BeforeValidator(finite)]
-Numbers = dict[Annotated[str, BeforeValidator(str)], Number]
-
-
-class _Message(BaseModel):
-    role: Literal["user", "tool", "system"]  # the model speaks as assistant
-    content: Text
-    name: Name = None
-    tool_call_id: Name = None
-
-
-class _Function(BaseModel, extra="allow"):
-    name: str
-    parameters: dict[str, Any]
-
-
-class _Tool(BaseModel, extra="allow"):
-    function: _Function
-
-
-class _Observation(BaseModel, extra="forbid"):
-    messages: list[_Message] = []
-    reward: Number | None = None
-    done: Annotated[StrictBool, BeforeValidator(unboxed)] = False
-    tools: list[_Tool] = []
-    rewards: Numbers = {}
-    metrics: Numbers = {}
-    calls: list[Annotated[InstanceOf[ToolCall], AfterValidator(_cleaned_call)]] = []
-
-
-_adapter = functools.cache(TypeAdapter)
-
-
-def checked(kind: Any, value: Any, what: str) -> Any:
-    """Checks and converts a value with pydantic.
-
-    Raises:
-        Broken: the value is not of this kind; the message names the place in `what`.
-    """
-    try:
-        return _adapter(kind).validate_python(value)
-    except ValidationError as errors:
-        error = errors.errors()[0]
-        place = ".".join([what, *map(str, error["loc"])])
-        reason = error.get("ctx", {}).get("error")  # of a validator above
-        reason = reason or f"{error['msg']}, not {described_value(error['input'])}"
-        raise Broken(f"{place}: {reason}") from None
-
-
-def observed(value: Any) -> Observation:
-    """Checks an observation and converts its fields; a dict with the same fields is accepted.
-
-    Raises:
-        Broken: the value is not an observation; the message says what is wrong.
-    """
-    if not isinstance(value, (Mapping, Observation)):
-        kind = "None" if value is None else f"a {type(value).__name__}"
-        raise Broken(f"it returned {kind}, not an Observation")
-    given: Any = value
-    if isinstance(value, Observation):  # a subclass may have fields of its own
-        given = {field.name: getattr(value, field.name) for field in fields(Observation)}
-    found: _Observation = checked(_Observation, given, "its observation")
-    messages = [m.model_dump(exclude_none=True) for m in found.messages]
-    tools = [to_builtin(tool) for tool in given.get("tools", ())]
-    return Observation(**{**dict(found), "messages": messages, "tools": tools})
-
-
-def as_messages(messages: Any) -> list[Message]:
-    """Checks messages of an environment, and returns them with their content cleaned."""
-    found = checked(list[_Message], messages, "its messages")
-    return [m.model_dump(exclude_none=True) for m in found]
-
-
-def described_value(value: Any) -> str:
-    """Returns a short repr of a value, even if its __repr__ raises."""
-    try:
-        return clean_text(repr(value), 200)
-    except Exception as error:
-        return f"a {type(value).__name__} ({described(error)})"
+def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that match a function's parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(given)
+    return {name: given[name] for name in names_of(function) if name in given}

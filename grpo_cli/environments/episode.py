@@ -10,20 +10,12 @@ Tokens are appended and never rendered again: the model trains on exactly the to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
-
-if TYPE_CHECKING:
-    from grpo_cli.environments.programs import ProgramSession
-    from grpo_cli.environments.sessions import EnvironmentSession
-
-# Yields the answer of an environment that it waits for, or None if it waits for sampled tokens.
-Play = Generator[Future[Observation] | None, Any, None]
 
 # Stop reasons for which `finish_reason` is "length": a limit has cut the episode.
 CUT = ("max_turns", "turn_tokens", "max_tokens")
@@ -45,7 +37,7 @@ class Episode:
 
     number: int  # index of its prompt
     sample: int  # index in the group
-    is_one_text: bool = False  # see `loop.Dialogue`
+    is_one_text: bool = False  # see `player.Dialogue`
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
@@ -59,15 +51,8 @@ class Episode:
     error: str = ""  # environment's error that left the rollout without a reward
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-
-    play: Play = field(init=False)  # plays it, see `loop`
-    session: EnvironmentSession | ProgramSession | None = None
-    first: Observation | None = None  # the observation from `reset`
     exchanges: list[Exchange] = field(default_factory=list)
     opened: int = 0  # number of environments opened so far
-    failures: int = 0  # number of failures of its own environments
-    bystander_failures: int = 0  # losses through another environment's failure in the worker
-    is_complete: bool = False
 
     @property
     def turn_start(self) -> int:
@@ -119,17 +104,13 @@ class Episode:
         self.cut(self.turns[exchange.turn].end)
         del self.turns[exchange.turn + 1 :]
         self.exchanges = [*known, exchange]
-        observations = [e.observation for e in known if e.observation is not None]
-        self.messages = []
-        for e in known:
-            self.messages += [e.message, *(e.observation.messages if e.observation else ())]
-        self.messages.append(exchange.message)
-        self.calls = [call for o in observations for call in o.calls]
         self.parse_errors = sum(not e.is_stepped for e in known)
-        self.rewards, self.metrics = {}, {}
-        for o in observations:
-            self.rewards |= o.rewards
-            self.metrics |= o.metrics
+        self.messages, self.calls, self.rewards, self.metrics = [], [], {}, {}
+        for e in known:
+            self.messages.append(e.message)
+            if e.observation is not None:
+                self.observe(e, e.observation)
+        self.messages.append(exchange.message)
         self.stop_reason = ""
 
     def completion(self) -> Completion:

@@ -12,17 +12,15 @@ from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function, is_coroutine_function
 from grpo_cli.data.settings import Dataset
-from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.sessions import Sessions
+from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from grpo_cli.data.prompts import ToolsOf
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
-    from grpo_cli.models.vision import VisionProcessor
+    from grpo_cli.models.loading import LoadedModel
 
 
 def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) -> Sessions | None:
@@ -151,19 +149,15 @@ def known_name(row: Mapping[str, Any], sessions: Sessions, where: str = "") -> s
 def make_loop(
     recipe: Recipe,
     sessions: Sessions | None,
-    tokenizer: PreTrainedTokenizerBase,
-    eos_ids: Iterable[int],
+    loaded: LoadedModel,
     max_prompt_tokens: int | None,
     say: Callable[[str], None],
-    vision: VisionProcessor | None = None,
 ) -> EpisodeLoop | TrlRollouts | None:
     """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
 
     Args:
-        eos_ids: tokens that end a turn of the model.
         max_prompt_tokens: length limit of a prompt with its first observation; None: no limit.
         say: prints a line for the user.
-        vision: the processor of a vision model; None for a text model.
 
     Raises:
         UserError: the chat template does not support conversations with these tools.
@@ -171,40 +165,27 @@ def make_loop(
     if sessions is None and recipe.rollout is None:
         return None
     from grpo_cli.environments.chat import Chat
+    from grpo_cli.environments.chat_template import ChatTemplate
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
+    from grpo_cli.models import loading
 
+    tokenizer, kwargs = loaded.tokenizer, recipe.model.chat_template_kwargs
+    of_model = loading.eos_ids(loaded.model.generation_config, tokenizer)
+    eos_ids = {*of_model, *recipe.generation.stop_token_ids}
     if sessions is None:
-        return TrlRollouts(
-            str(recipe.rollout),
-            rollout_function(recipe),
-            tokenizer,
-            frozenset(eos_ids),
-            recipe.model.chat_template_kwargs,
-            max_prompt_tokens,
-        )
+        path, function = str(recipe.rollout), rollout_function(recipe)
+        return TrlRollouts(path, function, tokenizer, eos_ids, kwargs, max_prompt_tokens)
 
     dialogues = {}
     replies = None if sessions.spec.has_state else ("tool",)
     for name in sessions.spec.names:
         schemas = sessions.schemas(name)
-        chat = Chat(
-            tokenizer,
-            list(eos_ids),
-            schemas,
-            recipe.model.chat_template_kwargs,
-            recipe.model.response_template,
-            vision,
-        )
+        template = ChatTemplate(tokenizer, eos_ids, schemas, kwargs, loaded.vision)
+        chat = Chat(template, recipe.model.response_template)
         chat.check(replies)
         dialogues[name] = chat
         tools = ", ".join(schema["function"]["name"] for schema in schemas)
         say(f"environment {name or 'of all rows'}: {f'tools {tools}' if tools else 'no tools'}")
-    return EpisodeLoop(
-        sessions,
-        dialogues,
-        recipe.episode,
-        max_prompt_tokens,
-        recipe.environment.max_failed_share,
-        say,
-    )
+    share = recipe.environment.max_failed_share
+    return EpisodeLoop(sessions, dialogues, recipe.episode, max_prompt_tokens, share, say)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -68,13 +69,12 @@ class Tool:
     function: Callable[..., Any]
     schema: Mapping[str, Any]  # for chat templates: {"type": "function", "function": {...}}
 
-    def __post_init__(self) -> None:
+    @functools.cached_property
+    def _validator(self) -> Any:
         import jsonschema
 
         parameters = self.schema["function"].get("parameters") or {"type": "object"}
-        object.__setattr__(
-            self, "_validator", jsonschema.Draft202012Validator(checkable(parameters))
-        )
+        return jsonschema.Draft202012Validator(checkable(parameters))
 
     @property
     def is_async(self) -> bool:
@@ -108,7 +108,7 @@ class Tool:
             raise ToolError(f"unknown argument {unknown[0]!r}; arguments: {listed(known)}")
         wrong = None
         with contextlib.suppress(Exception):  # an invalid schema: the server checks the arguments
-            wrong = next(self._validator.iter_errors(arguments), None)  # type: ignore[attr-defined]
+            wrong = next(self._validator.iter_errors(arguments), None)
         if wrong is not None:
             at = ".".join(map(str, wrong.absolute_path))
             raise ToolError(f"argument {at!r}: {shortened(wrong.message, 500)}")
@@ -142,12 +142,10 @@ class Functions:
 
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn in order; a turn without a call ends the episode."""
-        if not (calls := calls_of(message)):
-            return Observation(done=True)
-        answers = await self.answer(calls)
-        return Observation([a for a, _ in answers], calls=[made for _, made in answers])
+        calls = calls_of(message)
+        return await self.answer(calls) if calls else Observation(done=True)
 
-    async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    async def answer(self, calls: Sequence[Mapping[str, Any]]) -> Observation:
         """Makes calls in order; consecutive calls of async tools run concurrently."""
         answers: list[Answer] = []
         asynchronous = {name for name, tool in self.tools.items() if tool.is_async}
@@ -157,38 +155,34 @@ class Functions:
                 answers += await asyncio.gather(*(wrap(self._call(call)) for call in some))
             else:
                 answers += [await self._call(call) for call in some]
-        return answers
+        return as_observation(answers)
 
     async def _call(self, call: Mapping[str, Any]) -> Answer:
+        """Makes a call; a call that fails is answered with its error."""
         self.deadlines.begin()
-        begun = time.perf_counter()
-        name = shortened(name_of(call), 200)
-        text, failed, timed_out = await self._result(name, call)
-        seconds = time.perf_counter() - begun
-        return answer_to(call, text), ToolCall(name, failed, timed_out, seconds)
-
-    async def _result(self, name: str, call: Mapping[str, Any]) -> tuple[str, bool, bool]:
-        """Returns (text of the answer, whether the call failed, whether it timed out)."""
-        tool = self.tools.get(name)
+        begun, name = time.perf_counter(), shortened(name_of(call), 200)
+        failed, timed_out = True, False
         try:
-            if tool is None:
+            if (tool := self.tools.get(name)) is None:
                 raise ToolError(f"there is no tool {name!r}; there are: {listed(self.tools)}")
             result = tool.function(**tool.arguments(call["function"].get("arguments")))
             if inspect.isawaitable(result):
                 result = await self.deadlines.within(result)
-            return as_text(result), False, False
+            text, failed = as_text(result), False
         except Overrun as late:
-            return failure(str(late)), True, True
+            text, timed_out = failure(str(late)), True
         except EnvironmentFailure:
             raise
         except ToolError as error:
-            return failure(str(error)), True, False
+            text = failure(str(error))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the episode was abandoned
-            return failure("CancelledError"), True, False
+            text = failure("CancelledError")
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            return failure(described(error)), True, False
+            text = failure(described(error))
+        seconds = time.perf_counter() - begun
+        return answer_to(call, text, failed=failed, timed_out=timed_out, seconds=seconds)
 
 
 def load_tools(paths: Mapping[str, str]) -> dict[str, Tool]:
@@ -262,12 +256,18 @@ def name_of(call: Mapping[str, Any]) -> str:
     return str(call["function"].get("name"))
 
 
-def answer_to(call: Mapping[str, Any], text: str) -> Message:
-    """Returns the message that answers a tool call."""
-    answer: Message = {"role": "tool", "name": shortened(name_of(call), 200), "content": text}
+def answer_to(call: Mapping[str, Any], text: str, **outcome: Any) -> Answer:
+    """Returns the answer to a tool call; `outcome` has the other fields of its `ToolCall`."""
+    name = shortened(name_of(call), 200)
+    answer: Message = {"role": "tool", "name": name, "content": text}
     if isinstance(call.get("id"), str):
         answer["tool_call_id"] = call["id"]
-    return answer
+    return answer, ToolCall(name, **outcome)
+
+
+def as_observation(answers: Sequence[Answer]) -> Observation:
+    """Returns the answers to the calls of a turn as an observation."""
+    return Observation([message for message, _ in answers], calls=[made for _, made in answers])
 
 
 def failure(text: str) -> str:

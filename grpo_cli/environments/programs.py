@@ -71,7 +71,7 @@ def program_loop(
 
 
 class ProgramDialogue:
-    """A `loop.Dialogue` in which programs and their outputs form one text."""
+    """A `player.Dialogue` in which programs and their outputs form one text."""
 
     is_one_text = True
     tools: Sequence[Mapping[str, Any]] = (
@@ -84,7 +84,7 @@ class ProgramDialogue:
         self._fence = StopStrings(tokenizer, [FENCE])
 
     def with_observation(
-        self, prompt: Prompt, observation: str | Sequence[Message], limit: int
+        self, prompt: Prompt, observation: Sequence[Message], limit: int
     ) -> Prompt:
         """Returns the prompt unchanged, since programs have no first observation."""
         return prompt
@@ -96,7 +96,7 @@ class ProgramDialogue:
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns the end of the first program, else of an eos; see `loop.Dialogue`.
+        """Returns the end of the first program, else of an eos; see `player.Dialogue`.
 
         An eos right after a program's closing fence is dropped. After the last allowed call, blocks
         are not programs.

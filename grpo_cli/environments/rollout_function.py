@@ -19,8 +19,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_cli.environments.adapters import Adapted, Broken, Number, as_messages, checked
+from grpo_cli.environments.adapters import Adapted
 from grpo_cli.environments.functions import Functions, calls_of
+from grpo_cli.environments.observations import Broken, Messages, Number, checked
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 
 _TURN = object()  # yielded by a conversation that waits for the model
@@ -53,7 +54,8 @@ class Conversation:
 
     def append(self, messages: Message | Sequence[Message]) -> None:
         """Appends user, tool or system messages before the model's next turn."""
-        self._messages += as_messages([messages] if isinstance(messages, Mapping) else messages)
+        given = [messages] if isinstance(messages, Mapping) else messages
+        self._messages += checked(Messages, given, "its messages")
 
     async def call_tools(self, message: Message) -> list[Message]:
         """Makes the tool calls of a message; returns their answers in order."""
@@ -63,8 +65,8 @@ class Conversation:
                 "has not asked for is no call of a tool: call the function itself"
             )
         answers = await self._functions.answer(calls_of(message))
-        self._calls += [call for _, call in answers]
-        return [answer for answer, _ in answers]
+        self._calls += answers.calls
+        return [*answers.messages]
 
     def reward(self, value: float, name: str | None = None) -> None:
         """Rewards the model's last turn or, with a name, the episode."""
@@ -105,15 +107,15 @@ class RolloutFunction(Adapted):
     def __init__(
         self, function: Callable[..., Any], args: Mapping[str, Any], functions: Functions
     ) -> None:
-        super().__init__(function, functions)
-        self.args = args
+        super().__init__(None, functions)
+        self.function, self.args = function, args
         self._conversation: Conversation | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Starts the function; messages before the first turn are added to the prompt."""
         self._conversation = Conversation(row, seed, self.functions)
-        self._coroutine = self.given(self._conversation, **self.args)
+        self._coroutine = self.function(self._conversation, **self.args)
         if await _advance(self._coroutine, None):
             raise Broken("the rollout function returned before the model took a turn")
         return self._conversation._taken(done=False)
@@ -124,9 +126,6 @@ class RolloutFunction(Adapted):
         assert self._conversation is not None, "reset comes first"
         done = await _advance(self._coroutine, message)
         return self._conversation._taken(done=done)
-
-    async def finish(self) -> Observation:
-        return Observation()
 
     async def close(self) -> None:
         if self._coroutine is not None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from grpo_cli.environments.adapters import Adapted, Broken, Maker, Spec
+from grpo_cli.environments.adapters import Adapted, Maker, Spec
 from grpo_cli.environments.deadlines import (
     BEAT_SECONDS,
     Deadlines,
@@ -29,6 +29,7 @@ from grpo_cli.environments.deadlines import (
     seed_everything,
 )
 from grpo_cli.environments.functions import EnvironmentFailure
+from grpo_cli.environments.observations import Broken
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.guards import blame, described
@@ -118,15 +119,9 @@ class Host:
         if task is None:
             self._release(session, is_clean=True)
         else:
-            self._until_done(task, lambda: self._release(session, is_clean=False))
-
-    def _until_done(self, task: asyncio.Task[Any], then: Callable[[], None]) -> None:
-        def ended(_: Any) -> None:
-            self._closing.discard(task)
-            then()
-
-        self._closing.add(task)
-        task.add_done_callback(ended)
+            self._closing.add(task)
+            task.add_done_callback(lambda _: self._release(session, is_clean=False))
+            task.add_done_callback(self._closing.discard)
 
     def _release(self, session: _Session, is_clean: bool) -> None:
         """Keeps a session's object for reuse, or closes it in the background."""
@@ -135,7 +130,8 @@ class Host:
             return
         run = RunningCall(0, session.streams, lambda: task.cancel())
         task = asyncio.ensure_future(self._close(run, session))
-        self._until_done(task, lambda: None)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _close(self, run: RunningCall, session: _Session) -> None:
         try:

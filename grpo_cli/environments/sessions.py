@@ -30,12 +30,11 @@ from grpo_cli.environments.deadlines import BEAT_SECONDS, GRACE, Mark
 from grpo_cli.environments.functions import (
     EnvironmentFailure,
     answer_to,
+    as_observation,
     calls_of,
     failure,
-    name_of,
-    shortened,
 )
-from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.session_worker import Reply, SessionCall
 from grpo_cli.environments.settings import EnvironmentSettings
 from grpo_cli.errors import UserError
@@ -145,17 +144,16 @@ class Sessions(WorkerProcesses[_Worker]):
         with self._mistakes(name):
             return self.submit("schemas", self.open(name, {}, 0), name).result()  # type: ignore[no-any-return]
 
-    def try_out(self, name: str, row: Mapping[str, Any], seed: int = 0) -> Observation:
-        """Makes and resets an environment; returns its first observation.
+    def try_out(self, name: str, row: Mapping[str, Any]) -> None:
+        """Makes and resets an environment.
 
         Raises:
             UserError: the constructor or `reset` fails.
         """
-        session = self.open(name, row, seed)
+        session = self.open(name, row, 0)
         with self._mistakes(name):
-            first = session.reset().result()
+            session.reset().result()
         session.abandon()
-        return first
 
     @contextlib.contextmanager
     def _mistakes(self, name: str) -> Iterator[None]:
@@ -343,9 +341,8 @@ class Sessions(WorkerProcesses[_Worker]):
         call.moves += 1
         if not self.spec.has_state and call.request.kind == "step" and is_known:
             calls = calls_of(call.request.payload)
-            answers = [answer_to(one, failure(text)) for one in calls]
-            made = [ToolCall(shortened(name_of(one), 200), True, late) for one in calls]
-            call.future.set_result(Observation(answers, calls=made))
+            answers = [answer_to(c, failure(text), failed=True, timed_out=late) for c in calls]
+            call.future.set_result(as_observation(answers))
         elif call.moves <= MAX_MOVES and not is_known and needs_no_state:
             self._assign(call)
         elif is_suspect or needs_no_state:

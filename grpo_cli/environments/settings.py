@@ -8,6 +8,8 @@ from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
 
+NAME_COLUMN = "environment"  # the column that names the environment of a row
+
 
 @dataclass
 class EnvironmentSettings:

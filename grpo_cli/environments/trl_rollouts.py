@@ -43,20 +43,18 @@ class RolloutTrainer:
         self,
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
-        num_generations: int,
-        sampling: Sampling,
-        seed: int,
+        request: Request,
         template_kwargs: Mapping[str, Any],
         given: Sequence[tuple[Any, Prompt]] = (),
     ) -> None:
         """given: (prompt as the function gets it, its `Prompt`) pairs."""
         self._given = {id(text): prompt for text, prompt in given}
         self.processing_class = self.tokenizer = tokenizer
-        self.num_generations = num_generations
-        self.max_completion_length = sampling.max_tokens
-        self._generator, self._sampling, self._seed = generator, sampling, seed
+        self.num_generations = request.num_generations
+        self.max_completion_length = request.sampling.max_tokens
+        self._generator, self._sampling = generator, request.sampling
+        self._seed, self._calls = derive_seed(*request.seeds), 0
         self._template_kwargs = template_kwargs
-        self._calls = 0
 
     def generate(self, prompts: Sequence[Any], **sampling: Any) -> list[dict[str, Any]]:
         """Samples one completion of each prompt.
@@ -81,12 +79,8 @@ class RolloutTrainer:
         encoded = [self._encoded(prompt) for prompt in prompts]
         seeds = [derive_seed(self._seed, self._calls, n) for n in range(len(encoded))]
         self._calls += 1
-        groups = self._generator.generate(
-            encoded,
-            1,
-            dataclasses.replace(self._sampling, **sampling),
-            seeds,
-        )
+        changed = dataclasses.replace(self._sampling, **sampling)
+        groups = self._generator.generate(encoded, 1, changed, seeds)
         return [
             {
                 "prompt_ids": prompt.ids,
@@ -101,25 +95,21 @@ class RolloutTrainer:
         known = self._given.get(id(prompt))
         if known is not None and (known.images or known.marked is not None):
             return known  # its string lacks the images and marks
-        ids = self._ids(prompt)
+        is_chat, text = conversations.is_conversation(prompt), prompt
+        if is_chat:
+            text = conversations.render(
+                self.tokenizer, prompt, self._template_kwargs, "the rollout function"
+            )
+        ids = prompt
+        if is_chat or isinstance(prompt, str):
+            ids = self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
         vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
         if vision is not None and _of_images(vision, ids):
             raise TrainingError(
                 "trainer.generate of a rollout function takes prompts with images as the function "
                 "was given them, no copies and no token ids."
             )
-        return Prompt.from_ids(ids)
-
-    def _ids(self, prompt: Any) -> list[int]:
-        is_chat = conversations.is_conversation(prompt)
-        if not isinstance(prompt, str) and not is_chat:
-            return list(prompt)
-        text = prompt
-        if is_chat:
-            text = conversations.render(
-                self.tokenizer, prompt, self._template_kwargs, "the rollout function"
-            )
-        return list(self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
+        return Prompt.from_ids(list(ids))
 
 
 def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:
@@ -137,13 +127,10 @@ class TrlRollouts:
     eos_ids: Collection[int]
     template_kwargs: Mapping[str, Any]
     max_prompt_tokens: int | None = None  # limit of a prompt that the function returns
-    seconds_waited: float = 0.0
 
     def take_times(self) -> dict[str, float]:
-        """Returns the time metrics since the last call, and resets them."""
-        times = {"time/waiting": self.seconds_waited}
-        self.seconds_waited = 0.0
-        return times
+        """Returns the time metrics; the function's own waiting is not measured."""
+        return {"time/waiting": 0.0}
 
     def sample(
         self, generator: Generator, request: Request
@@ -159,13 +146,11 @@ class TrlRollouts:
         """
         if not request.prompts:
             return
-        sampling, num_generations = request.sampling, request.num_generations
+        num_generations = request.num_generations
         repeated = [prompt for prompt in request.prompts for _ in range(num_generations)]
         given = [p.conversation for p in repeated]
-        trainer = RolloutTrainer(
-            generator, self.tokenizer, num_generations, sampling, derive_seed(*request.seeds),
-            self.template_kwargs, list(zip(given, repeated, strict=True)),
-        )  # fmt: skip
+        pairs = list(zip(given, repeated, strict=True))
+        trainer = RolloutTrainer(generator, self.tokenizer, request, self.template_kwargs, pairs)
         try:
             found = self.function(list(given), trainer)
         except (TrainingError, UserError):  # from the generator, with a complete message
@@ -175,7 +160,7 @@ class TrlRollouts:
             raise TrainingError(f"rollout = {self.path} raised {text}") from error
         columns = self._columns(found, len(repeated))
         rows = [
-            self._rollout(prompt, {k: v[n] for k, v in columns.items()}, n, sampling.max_tokens)
+            self._rollout(prompt, {k: v[n] for k, v in columns.items()}, n, request.sampling)
             for n, prompt in enumerate(repeated)
         ]
         for number in range(len(request.prompts)):
@@ -203,7 +188,7 @@ class TrlRollouts:
         return columns
 
     def _rollout(
-        self, prompt: Prompt, row: dict[str, Any], n: int, max_tokens: int
+        self, prompt: Prompt, row: dict[str, Any], n: int, sampling: Sampling
     ) -> tuple[Prompt, Completion]:
         prompt_ids = self._ids(row.pop("prompt_ids"), "prompt_ids", n)
         if self.max_prompt_tokens is not None and len(prompt_ids) > self.max_prompt_tokens:
@@ -219,10 +204,10 @@ class TrlRollouts:
                     f"images take {len(expected)}; return the prompt_ids of trainer.generate"
                 )
         ids = self._ids(row.pop("completion_ids"), "completion_ids", n)
-        if len(ids) > max_tokens:
+        if len(ids) > sampling.max_tokens:
             raise self._error(
                 f"row {n}: completion_ids has {len(ids)} tokens, more than "
-                f"generation.max_completion_tokens = {max_tokens}"
+                f"generation.max_completion_tokens = {sampling.max_tokens}"
             )
         logprobs = _vector(row.pop("logprobs"), len(ids))
         if logprobs is None or not (np.isfinite(logprobs) & (logprobs <= 1e-4)).all():

@@ -7,13 +7,15 @@ truncated when its writer ended is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.files import json_object, open_file, reading
 from grpo_cli.records import Group, Prompt, Rollout, from_state, to_state
 
 FOLDER = "partial"
@@ -39,14 +41,12 @@ class Journal:
         self.completions = workers.first(self.completions) or {}
 
     def _read(self, path: Path) -> None:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with reading(path), open_file(path) as file:
             for text in file:
-                try:
-                    line = json.loads(text)
-                except json.JSONDecodeError:
-                    continue
-                if line.get("key") == self.key and "task" in line:
-                    self.completions[line["task"], line["row"]] = line["completions"]
+                with contextlib.suppress(UserError):  # a torn line
+                    line = json_object(text.decode(errors="replace"), path, "task")
+                    if line.get("key") == self.key:
+                        self.completions[line["task"], line["row"]] = line["completions"]
 
     @property
     def found(self) -> int:

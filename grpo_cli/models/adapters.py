@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import regex
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ KINDS: dict[str, dict[str, bool]] = {
 INIT_WITHOUT_BASE = (True, False, "gaussian")
 INIT_AT_BASE = (True, "gaussian", "orthogonal")  # inits with which the adapter changes nothing
 # Exceptions that peft raises for an invalid config.
-FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, re.error)
+FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, regex.error)
 REFUSED = {  # LoraConfig fields with the reason
     "trainable_token_indices": "trains rows of the embeddings, which are not merged",
     "lora_bias": "adds biases, which a merged model has no place for",
@@ -148,7 +149,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         try:
             check_modules(model, config)
             inject_adapter_in_model(config, model, NAME)
-        except FAILURES as error:
+        except (*FAILURES, re.error, TimeoutError) as error:  # a regex with nested quantifiers
             raise UserError(f"adapter: peft cannot add it: {first_line(error)}.") from error
     for p in model.parameters():
         if p.requires_grad:
@@ -178,7 +179,7 @@ def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
 
     targets, found = config.target_modules, set[str]()
     if isinstance(targets, str) and targets != "all-linear":
-        found = {name for name in modules if re.fullmatch(targets, name)}
+        found = {name for name in modules if regex.fullmatch(targets, name, timeout=5)}
         if not found:
             raise UserError(f"adapter.target_modules = {targets}: matches no module of the model.")
     elif not isinstance(targets, str):

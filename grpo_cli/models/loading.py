@@ -20,7 +20,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.files import read_json, read_text
+from grpo_cli.files import LONGEST, read_json, read_text
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
@@ -206,6 +206,8 @@ def load_config(
             f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder, "
             "or name one with model.tokenizer."
         )
+    if len(str(tokenizer.chat_template)) > LONGEST:  # each prompt would be as long
+        raise UserError(f"model.path = {path}: its chat template is longer than {LONGEST:,}.")
     return model_config, tokenizer
 
 
@@ -433,7 +435,7 @@ def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> Non
 def read_template(template: str) -> str:
     """Returns a chat template from a template string, from `hermes` (built in), or from a file."""
     file = sources.template_file(template)
-    return template if file is None else read_text(file)
+    return template if file is None else read_text(file, LONGEST)
 
 
 def eos_ids(config: transformers.GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

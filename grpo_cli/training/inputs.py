@@ -18,10 +18,11 @@ from grpo_cli.data.conversations import Schemas
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
-from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
+from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation import tasks
@@ -74,7 +75,9 @@ def build_model(
         pairs,
         recipe.seed,
         lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
-        lambda tokenizer, tools: Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids,
+        lambda tokenizer, tools: (
+            Chat(ChatTemplate(tokenizer, [tokenizer.eos_token_id], tools)).episode_ids
+        ),
     )
     bar.close()
     return path
@@ -211,17 +214,8 @@ def make_episodes(
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.
     """
-    recipe = prepared.recipe
-    eos_ids = loading.eos_ids(loaded.model.generation_config, loaded.tokenizer)
-    return environments.make_loop(
-        recipe,
-        prepared.sessions,
-        loaded.tokenizer,
-        {*eos_ids, *recipe.generation.stop_token_ids},
-        recipe.dataset.max_prompt_tokens if prepared.train else None,
-        say,
-        loaded.vision,
-    )
+    most = prepared.recipe.dataset.max_prompt_tokens if prepared.train else None
+    return environments.make_loop(prepared.recipe, prepared.sessions, loaded, most, say)
 
 
 def longest_unknown(recipe: Recipe, prompts: Sequence[Prompt]) -> list[Prompt]:

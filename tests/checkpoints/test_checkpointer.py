@@ -122,6 +122,7 @@ def test_a_checkpoint_gives_back_all_it_was_given(model: PreTrainedModel, saved:
     assert found["run"] == state["run"]
     assert torch.equal(found["rng"], torch.arange(3))
     assert (path / "training" / "recipe.yaml").read_text("utf-8") == "steps: 3\n"
+    assert [p.name for p in path.iterdir()] == ["training"], "and no model folder"
     other = fresh(model)
     checkpointer.load(path, other)
     assert same(whole(other), whole(parts))

@@ -50,6 +50,7 @@ def test_a_file_that_was_not_written_as_was_said_makes_no_manifest(tmp_path: Pat
         ("config.json", b"[]", "config.json: its contents have changed"),
         (manifest.MANIFEST, None, "training/manifest.json: missing"),
         (manifest.MANIFEST, b"", "training/manifest.json: cannot be read: JSONDecodeError"),
+        (manifest.MANIFEST, b"[" * 9**5, "training/manifest.json: cannot be read: RecursionError"),
         (manifest.MANIFEST, b'{"version": 1}', "training/manifest.json: cannot be read: KeyError"),
         (manifest.MANIFEST, b'{"version": 1, "files": {}}', "names no file"),
         (manifest.MANIFEST, b'{"version": 1, "files": {"a": {"size": 3}}}', "cannot be read"),

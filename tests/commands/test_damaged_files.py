@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from grpo_cli import cli
 from grpo_cli.checkpoints.paths import remove
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import UserError
+from grpo_cli.evaluation import journal
 from tests.conftest import Grpo
 from tests.report_runs import write_run
 
@@ -24,11 +28,10 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "a loop": lambda path: path.symlink_to(path.name),
     "a pipe": os.mkfifo,
 }
+READ = ("metrics.jsonl", "summary.json", "recipe.yaml", "completions/step-10.parquet")
 CASES = (
-    ("report run --output=r.html", "run/metrics.jsonl"),
-    ("report run --output=r.html", "run/summary.json"),
-    ("report run --output=r.html", "run/recipe.yaml"),
-    ("report run --output=r.html", "run/completions/step-10.parquet"),
+    *(("report run --output=r.html", f"run/{name}") for name in READ),
+    ("show run --step=10", "run/completions/step-10.parquet"),
     ("show run/completions/step-10.parquet", "run/completions/step-10.parquet"),
     ("explain my.yaml steps", "my.yaml"),
     ("explain my.yaml loss=own steps", "loss/own.yaml"),
@@ -71,6 +74,24 @@ def test_a_damaged_file_is_named(
     assert (code, "internal error" in err) == (2, False), err
     assert path.name in err
     assert err.startswith("grpo: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_journal_is_named_or_left_out(kind: str, tmp_path: Path) -> None:
+    (tmp_path / journal.FOLDER).mkdir()
+    KINDS[kind](tmp_path / journal.FOLDER / "rank-0.jsonl")
+    is_refused = kind in ("a folder", "a loop", "a pipe")
+    with pytest.raises(UserError, match=r"rank-0\.jsonl: ") if is_refused else nullcontext():
+        assert journal.Journal(tmp_path, Workers("cpu"), "key").found == 0
+
+
+def test_a_pipe_in_a_model_folder_is_named(grpo: Grpo, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    for words in (f"export {tmp_path} out", f"eval {tmp_path}"):
+        code, _, err = grpo(*words.split())
+        assert (code, "tokenizer.json: cannot be read: it is no plain file" in err) == (2, True)
 
 
 def test_an_unexpected_error_is_a_line_to_report(

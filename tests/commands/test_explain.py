@@ -33,10 +33,7 @@ def test_a_section_and_entries(grpo: Grpo) -> None:
     assert rows[0] == ["key", "value", "set by"]
     by_key = {row[0]: row[1:] for row in rows}
     place = line_of("recipes/math_qwen.yaml", "  learning_rate")
-    assert by_key["optimizer.learning_rate"] == [
-        "1e-06",
-        f"recipes/math_qwen.yaml, line {place}",
-    ]
+    assert by_key["optimizer.learning_rate"] == ["1e-06", f"recipes/math_qwen.yaml, line {place}"]
     assert by_key["optimizer.max_grad_norm"][1] == "default"
     assert by_key["reward.near.function"][0] == "mine:near"
     assert by_key["reward.near.weight"] == ["1.0", "default"]

@@ -45,12 +45,7 @@ def test_what_it_prints_and_writes(grpo: Grpo, rows: Path) -> None:
     assert (found["prompts"], found["samples"], found["completions"]) == (6, 4, 24)
     assert [*found["signal"]] == ["2", "4"]
     assert found["verdict"] in out.splitlines()
-    for said in (
-        "share of groups",
-        "<- generation.num_generations",
-        "log-probs",
-        "length",
-    ):
+    for said in ("share of groups", "<- generation.num_generations", "log-probs", "length"):
         assert said in out
     code, out, _ = grpo("show", str(folder), "--number=2")
     assert code == 0

@@ -316,10 +316,7 @@ def test_serves_until_it_is_told_to_stop(
 
 @pytest.mark.programs
 def test_a_server_that_does_not_stop_is_killed(
-    model: Path,
-    port: int,
-    fake: Callable[[], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, port: int, fake: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE", "is stubborn")
     monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)

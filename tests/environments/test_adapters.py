@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_cli.environments.adapters import Adapted, Broken, Maker, Spec, manner_of, observed
+from grpo_cli.environments.adapters import Adapted, Maker, Spec, manner_of
+from grpo_cli.environments.observations import Broken, observed
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError
 from tests.environments import samples

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_cli.data import Rows, conversations, make_prompts
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.response import FORMATS, MalformedCall
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Prompt
@@ -32,9 +33,9 @@ def make() -> Make:
             tokenizers[family] = FAMILIES[family].tokenizer()
         tokenizer = tokenizers[family]
         tokenizer.chat_template = template or FAMILIES[family].template
-        return Chat(
-            tokenizer, FAMILIES[family].eos_ids(tokenizer), **{"tools": [MULTIPLY], **kwargs}
-        )
+        read_as = kwargs.pop("response_template", "auto")
+        eos_ids, given = FAMILIES[family].eos_ids(tokenizer), {"tools": [MULTIPLY], **kwargs}
+        return Chat(ChatTemplate(tokenizer, eos_ids, **given), read_as)
 
     return one
 
@@ -55,6 +56,14 @@ def result(text: Any, **more: Any) -> dict[str, Any]:
         "content": text,
         **more,
     }
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def encoded(chat: Chat, message: dict[str, Any], limit: int = 99) -> list[int]:
+    return chat.replies.encode([message], ended_by_eos=True, limit=limit)
 
 
 def decoded(chat: Chat, ids: list[int]) -> str:
@@ -165,7 +174,7 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
     sends_user = family not in ("qwen3_5", "mistral")  # which would move tools, or drop thoughts
     for _ in range(60):
         messages: list[dict[str, Any]] = [{"role": "user", "content": words(rng)}]
-        text = chat._render(messages, generation_prompt=True)
+        text = chat.template.render(messages, generation_prompt=True)
         ids = chat.control.encode(text)
         whole = list(ids)
         for _ in range(rng.randrange(1, 4)):
@@ -179,14 +188,12 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
             assert chat.read(sampled).get("tool_calls", []) == [
                 {k: v for k, v in c.items() if k != "id"} for c in turn.get("tool_calls", [])
             ]
-            reply = (
-                [result(words(rng))] if calls_tool else [{"role": "user", "content": words(rng)}]
-            )
-            appended = chat.reply_ids(reply, ended_by_eos=True, limit=1000)
+            reply = [result(words(rng)) if calls_tool else user(words(rng))]
+            appended = chat.replies.encode(reply, ended_by_eos=True, limit=1000)
             messages += [turn, *reply]
             ids += sampled + appended
             whole += [*sampled, *appended]
-            assert decoded(chat, ids) == chat._render(messages, generation_prompt=True)
+            assert decoded(chat, ids) == chat.template.render(messages, generation_prompt=True)
         assert ids == whole
 
 
@@ -203,20 +210,17 @@ def test_a_text_is_changed_as_the_template_changes_it(
 ) -> None:
     role = "user" if family == "gemma" else "tool"
     chat = make(family, tools=[] if family == "gemma" else [MULTIPLY])
-    shown, plain = (
-        decoded(chat, chat.reply_ids([{**result(t), "role": role}], ended_by_eos=True, limit=99))
-        for t in (text, "@")
-    )
+    shown, plain = (decoded(chat, encoded(chat, result(t, role=role))) for t in (text, "@"))
     assert shown == plain.replace('"@"' if family == "llama3" else "@", expected)
 
 
 def test_the_end_of_a_turn_is_added_where_none_was_sampled(make: Make) -> None:
     for family in WITH_TOOLS:
         chat = make(family)
-        with_eos = chat.reply_ids([result("6")], ended_by_eos=True, limit=9)
-        without = chat.reply_ids([result("6")], ended_by_eos=False, limit=9)
+        with_eos = encoded(chat, result("6"))
+        without = chat.replies.encode([result("6")], ended_by_eos=False, limit=9)
         assert without[1:] == with_eos
-        assert without[0] in chat.eos_ids
+        assert without[0] in chat.template.eos_ids
 
 
 @pytest.mark.parametrize("family", [*WITH_TOOLS, "gemma"])
@@ -225,8 +229,7 @@ def test_no_text_becomes_a_control_token(make: Make, family: str) -> None:
     role = "user" if family == "gemma" else "tool"
 
     def reply(text: str, **more: str) -> list[int]:
-        message = {**result(text, **more), "role": role}
-        return chat.reply_ids([message], ended_by_eos=True, limit=10_000)
+        return encoded(chat, result(text, role=role, **more), 10_000)
 
     def control(ids: list[int]) -> list[int]:
         return [i for i in ids if i in chat.control.ids]
@@ -260,8 +263,7 @@ def test_no_text_becomes_a_control_token(make: Make, family: str) -> None:
 )
 def test_contents_that_are_no_plain_text(make: Make, content: Any, expected: str) -> None:
     chat = make("tiny")
-    ids = chat.reply_ids([result(content)], ended_by_eos=True, limit=100)
-    text = decoded(chat, ids)
+    text = decoded(chat, encoded(chat, result(content)))
     assert text == f"\n<|im_start|>tool\n{expected}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -269,8 +271,7 @@ def test_a_long_text_is_cut_in_its_middle(make: Make) -> None:
     chat = make("tiny")
 
     def shown(text: str, limit: int) -> str:
-        ids = chat.reply_ids([result(text)], ended_by_eos=True, limit=limit)
-        empty = chat.reply_ids([result("")], ended_by_eos=True, limit=limit)
+        ids, empty = (encoded(chat, result(content), limit) for content in (text, ""))
         assert len(ids) - len(empty) <= limit
         return decoded(chat, ids).split("tool\n")[1].split("<|im_end|>")[0]
 
@@ -285,31 +286,24 @@ def test_a_long_text_is_cut_in_its_middle(make: Make) -> None:
 
 def test_a_reply_that_the_template_refuses_stops_the_run(make: Make) -> None:
     with pytest.raises(TrainingError, match=r"cannot render a reply .* \(tool\): .*alternate"):
-        make("gemma", tools=[]).reply_ids([result("6")], ended_by_eos=True, limit=9)
+        encoded(make("gemma", tools=[]), result("6"))
 
 
 def test_many_ids_of_calls_do_not_fill_the_memory(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_cli.environments.chat._MOST_SHAPES", 3)
+    monkeypatch.setattr("grpo_cli.environments.replies.MOST_SHAPES", 3)
     chat = make("mistral")
     for n in range(10):
-        text = decoded(
-            chat, chat.reply_ids([result("6", tool_call_id=f"a{n:08}")], ended_by_eos=True, limit=9)
-        )
+        text = decoded(chat, encoded(chat, result("6", tool_call_id=f"a{n:08}")))
         assert f'"call_id": "a{n:08}"' in text
-        assert len(chat._shapes) <= 3
+        assert chat.replies._skeletons.cache_info().currsize <= 3
 
 
 def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
     chat = make("tiny")
-    assert (
-        chat.read(chat.control.encode("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
-    )
-    assert chat.read(chat.control.encode("42<|im_end|><|im_end|>")) == {
-        "role": "assistant",
-        "content": "42",
-    }
+    for text in ("4<|im_start|>2<|endoftext|><|im_end|>", "42<|im_end|><|im_end|>"):
+        assert chat.read(chat.control.encode(text)) == {"role": "assistant", "content": "42"}
 
 
 def test_an_episode_as_messages_has_the_ids_of_a_played_one(make: Make) -> None:
@@ -318,7 +312,7 @@ def test_an_episode_as_messages_has_the_ids_of_a_played_one(make: Make) -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [call(a=6, b=7)]}
     ids, is_sampled = chat.episode_ids([called, result("42"), answer])
     turns = [chat.turn_ids(called), chat.turn_ids(answer)]
-    reply = chat.reply_ids([result("42")], ended_by_eos=True, limit=99)
+    reply = encoded(chat, result("42"))
     assert ids == turns[0] + reply + turns[1]
     assert is_sampled == [True] * len(turns[0]) + [False] * len(reply) + [True] * len(turns[1])
     assert decoded(chat, turns[0]) == (
@@ -336,22 +330,21 @@ def prompt_of(chat: Chat, text: str = "Guess.", prefill: str = "") -> Prompt:
 def test_an_observation_is_appended_to_the_last_message_of_the_user(make: Make) -> None:
     chat = make("qwen2_5")
     prompt = prompt_of(chat)
-    grown = chat.with_observation(prompt, " It is below 9.")
+    grown = chat.with_observation(prompt, [user(" It is below 9.")])
     assert grown.text[1] == {"role": "user", "content": "Guess. It is below 9."}
     assert prompt.text[1] == {"role": "user", "content": "Guess."}
     assert grown.row_ids == prompt.ids
     assert grown.ids == prompt_of(chat, "Guess. It is below 9.").ids
     assert dataclasses.replace(grown, ids=prompt.ids, text=prompt.text, row_ids=None) == prompt
-    assert chat.with_observation(prompt, "") is prompt
-    assert chat.with_observation(prompt, []) is prompt
+    assert chat.with_observation(prompt, [user("")]) is prompt
 
 
 def test_messages_of_an_observation_follow_the_prompt(make: Make) -> None:
     chat = make("qwen2_5")
     prompt = prompt_of(chat, prefill="I say")
-    grown = chat.with_observation(prompt, [{"role": "user", "content": "It is below 9."}])
+    grown = chat.with_observation(prompt, [user("It is"), user("below 9.")])
     assert decoded(chat, grown.ids).endswith(
-        "Guess.<|im_end|>\n<|im_start|>user\nIt is below 9.<|im_end|>\n<|im_start|>assistant\nI say"
+        "It is<|im_end|>\n<|im_start|>user\nbelow 9.<|im_end|>\n<|im_start|>assistant\nI say"
     )
     assert grown.conversation[-1] == {"role": "assistant", "content": "I say"}
 
@@ -364,13 +357,12 @@ def test_an_observation_has_no_control_tokens(make: Make, family: str) -> None:
     def control(p: Prompt) -> list[int]:
         return [i for i in p.ids if i in chat.control.ids]
 
-    assert control(chat.with_observation(prompt, INJECTION)) == control(prompt)
-    one = [{"role": "user", "content": "b"}]
-    hostile = [{"role": "user", "content": INJECTION}]
+    assert control(chat.with_observation(prompt, [user(INJECTION)])) == control(prompt)
+    one, hostile = [user("a"), user("b")], [user("a"), user(INJECTION)]
     with_one, with_hostile = (chat.with_observation(prompt, m) for m in (one, hostile))
     assert control(with_one) == control(with_hostile)
     assert INJECTION in decoded(chat, with_hostile.ids)
-    assert with_hostile.conversation[-1] == hostile[0]
+    assert with_hostile.conversation[-1] == hostile[1]
 
 
 def test_an_observation_leaves_the_tokens_of_its_row_as_they_are(make: Make) -> None:
@@ -380,7 +372,7 @@ def test_an_observation_leaves_the_tokens_of_its_row_as_they_are(make: Make) -> 
     rows = Rows("rows.jsonl", [*row], [row])
     (prompt,), _ = make_prompts(rows, config, chat.tokenizer, tools=lambda row: [MULTIPLY])
     own = [i for i in prompt.ids if i in chat.control.ids]
-    grown = chat.with_observation(prompt, " It is below 9.<|im_end|><think>")
+    grown = chat.with_observation(prompt, [user(" It is below 9.<|im_end|><think>")])
     assert [i for i in grown.ids if i in chat.control.ids] == own
     assert chat.tokenizer.convert_ids_to_tokens(own).count("<think>") == 2, "the recipe's"
     assert grown.text[1]["content"] == "Guess.<|im_end|><think> It is below 9.<|im_end|><think>"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.environments.adapters import observed
 from grpo_cli.environments.examples import GuessNumber, multiply, multiply_wrongly
+from grpo_cli.environments.observations import observed
 from grpo_cli.environments.protocol import Message, Observation
 from tests.scripts.test_docs import example
 from tests.tables import table

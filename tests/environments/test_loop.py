@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.response import MalformedCall
@@ -40,9 +41,9 @@ class Characters:
         return SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
 
     def with_observation(
-        self, prompt: Prompt, observation: str | Sequence[Message], limit: int
+        self, prompt: Prompt, observation: Sequence[Message], limit: int
     ) -> Prompt:
-        added = [ord(c) for m in cast(Any, observation) for c in m["content"]]
+        added = [ord(c) for m in observation for c in m["content"]]
         return dataclasses.replace(prompt, ids=[*prompt.ids, *added], row_ids=prompt.ids)
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
@@ -413,15 +414,15 @@ class Random(Generator):
 def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
     """Over 1,000 episodes each token is one that was drawn, or one of a reply that was appended."""
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    generator, chat = Random(len(tokenizer), eos), Chat(tokenizer, [eos])
+    generator, chat = Random(len(tokenizer), eos), Chat(ChatTemplate(tokenizer, [eos]))
     appended: list[list[int]] = []
-    reply_ids = chat.reply_ids
+    encode = chat.replies.encode
 
     def noted(*args: Any, **kwargs: Any) -> list[int]:
-        appended.append(reply_ids(*args, **kwargs))
+        appended.append(encode(*args, **kwargs))
         return appended[-1]
 
-    chat.reply_ids = noted  # type: ignore[method-assign]
+    chat.replies.encode = noted  # type: ignore[method-assign]
     words = random.Random(5)
 
     def step(turn: int, message: Message) -> Observation:

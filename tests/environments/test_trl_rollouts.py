@@ -19,6 +19,8 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 
+REQUEST = Request([], 2, Sampling(max_tokens=8), [0])
+
 
 class Echo(Generator):
     """Answers a prompt with its ids and an eos; notes the requests."""
@@ -88,7 +90,7 @@ def test_a_row_writes_no_control_token(tokenizer: PreTrainedTokenizerFast) -> No
     for chat in (False, True):
         (prompt,), _ = make_prompts(given, Dataset(chat=chat), tokenizer)
         given_texts = [(prompt.text, prompt)]
-        trainer = RolloutTrainer(Echo(), tokenizer, 2, Sampling(8), 0, {}, given_texts)
+        trainer = RolloutTrainer(Echo(), tokenizer, REQUEST, {}, given_texts)
         (output,) = trainer.generate([prompt.text])
         assert output["prompt_ids"] == prompt.ids
         assert prompt.ids.count(2) == chat, "that of the template"
@@ -104,9 +106,7 @@ def test_token_ids_of_a_prompt_with_images_are_refused() -> None:
     given = [{"role": "user", "content": [{"type": "image"}]}]
     prompt = Prompt(0, [1, 9, 9], given, {}, images=(StoredImage(b"", ""),), vision=vision)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "")
-    trainer = RolloutTrainer(
-        Seeing(), tokenizer, 1, Sampling(max_tokens=8), 0, {}, [(given, prompt)]
-    )  # fmt: skip
+    trainer = RolloutTrainer(Seeing(), tokenizer, REQUEST, {}, [(given, prompt)])
     (found,) = trainer.generate([given])
     assert found["prompt_ids"] == [1, 9, 9]
     with pytest.raises(TrainingError, match="as the function was given them, no copies and no tok"):

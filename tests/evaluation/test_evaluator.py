@@ -170,10 +170,7 @@ def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedToken
         Prompt(row, tokenizer(text)["input_ids"], text, {"answer": "a"})
         for row, text in enumerate(letters)
     ]
-    rewards = {
-        "first": Reward("length", args={"target": 1}),
-        "exact": Reward("exact_match"),
-    }
+    rewards = {"first": Reward("length", args={"target": 1}), "exact": Reward("exact_match")}
     recipe = Recipe(
         reward=rewards,
         dataset=Dataset(),

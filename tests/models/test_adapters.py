@@ -259,7 +259,7 @@ def test_checkpoint_holds_only_the_adapter() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nearest": ({"target_modules": ["q_porj"]}, "the model has no module q_porj. Did you mean q_p"),
-    "pattern": ({"target_modules": ".*nothing"}, "matches no module"),
+    "pattern": ({"target_modules": r"(([\w.]+)+)+!"}, "matches no module"),
     "head": ({"target_modules": ["lm_head"]}, "lm_head is an embedding or the output head"),
     "field": ({"args": {"rnak_pattern": {}}}, "rnak_pattern"),
     "random": ({"args": {"init_lora_weights": "pissa_niter_4"}}, "is random and changes the model"),

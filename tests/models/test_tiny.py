@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.data import conversations
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.models import tiny
 from tests.conftest import BUILD
 from tests.environments.templates import MULTIPLY
@@ -23,7 +24,7 @@ EPISODE = [
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, tools: conversations.Schemas) -> tiny.EpisodeIds:
-    return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
+    return Chat(ChatTemplate(tokenizer, [tokenizer.eos_token_id], tools)).episode_ids
 
 
 PAIR = tiny.Pair(USER, EPISODE, [MULTIPLY])

@@ -17,6 +17,7 @@ from grpo_cli.data.control_tokens import ControlTokens
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Request
@@ -233,8 +234,8 @@ def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str) 
     text = " Look at <image><|image_pad|>."
     loaded = load(family, tmp_path)
     prompt = loaded.mixed()[2]
-    chat = Chat(loaded.tokenizer, [2], vision=loaded.vision)
-    shown = chat.with_observation(prompt, text)
+    chat = Chat(ChatTemplate(loaded.tokenizer, [2], vision=loaded.vision))
+    shown = chat.with_observation(prompt, [{"role": "user", "content": text}])
     (image_token,) = {loaded.model.config.image_token_id}
     assert shown.ids.count(image_token) == prompt.ids.count(image_token) > 3
     assert loaded.tokenizer.decode(shown.ids) == loaded.tokenizer.decode(prompt.ids).replace(

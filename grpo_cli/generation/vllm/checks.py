@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_cli.config.keys import flagged
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.files import open_file
 from grpo_cli.generation.settings import Vllm
 
 START_SECONDS = 1200.0  # for a server to be ready: a large model takes long to load
@@ -150,10 +151,10 @@ def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:
         return {"regex": vllm.regex}
     if vllm.json_schema is None:
         return None
-    text = vllm.json_schema
-    if not text.lstrip().startswith("{"):
-        text = Path(text).expanduser().read_text(encoding="utf-8")
-    return {"json": json.loads(text)}
+    if vllm.json_schema.lstrip().startswith("{"):
+        return {"json": json.loads(vllm.json_schema)}
+    with open_file(Path(vllm.json_schema).expanduser()) as file:
+        return {"json": json.load(file)}
 
 
 def of_head(head_dtype: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,6 +167,5 @@ def of_head(head_dtype: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def dtype_of(recipe: Recipe) -> str:
     """Returns the engine's compute dtype."""
-    if recipe.generation.vllm.dtype != "auto":
-        return recipe.generation.vllm.dtype
-    return recipe.arithmetic_dtype
+    given = recipe.generation.vllm.dtype
+    return recipe.arithmetic_dtype if given == "auto" else given
