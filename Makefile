@@ -18,7 +18,7 @@ SPECIAL := gpu or vllm or slurm or real
 DEFAULT_TIER := not ($(SPECIAL)) and not slow and (smoke or not (runs or programs))
 RUNS_TIER := not ($(SPECIAL)) and not slow and not smoke and (runs or programs)
 SLOW_TIER := not ($(SPECIAL)) and slow
-# What a reader of PyTorch's documentation would stumble over.
+# Words that PyTorch's documentation does not use.
 AVOIDED := anew|goes on|strays|such a one|take part|returns what|what stands for
 
 .DEFAULT_GOAL := help
@@ -78,7 +78,7 @@ test-vllm: .venv-vllm/made.stamp real-model ## Run the tests with real vLLM on t
 test-slurm: .venv/dev.stamp ## Run the tests on a real SLURM of this machine; root installs it
 	$(PYTEST) -m slurm $(ARGS)
 
-lint: .venv/dev.stamp ## Check style, formatting, the order of the packages (one arrow) and the budget of lines
+lint: .venv/dev.stamp ## Check style, formatting, the layers of the packages and the budget of lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports

@@ -27,7 +27,7 @@ steps=3`), what it measured stands beside the plan.
 
 @dataclass
 class PlanOptions:
-    """The words of `grpo plan`; all others compose the recipe."""
+    """The arguments of `grpo plan`; all others compose the recipe."""
 
     gpu: str | None = knob(
         None, "GPU by its name, such as h100-80gb, or by its memory in GB; null: this machine."

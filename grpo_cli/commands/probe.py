@@ -34,7 +34,7 @@ WITHOUT: dict[str, Any] = {"resume": None, "resume_changed": False, "overwrite":
 
 @dataclass
 class ProbeOptions:
-    """The words of `grpo probe`; all others compose the recipe."""
+    """The arguments of `grpo probe`; all others compose the recipe."""
 
     prompts: int = knob(32, "Prompts to sample completions of, chosen at random.", ge=1)
     samples: int | None = knob(

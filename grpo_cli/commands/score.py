@@ -51,7 +51,7 @@ reward.NAME.timeout=... and scoring.KEY=... set the functions up.
 
 @dataclass
 class ScoreOptions:
-    """The words of `grpo score`; all others compose the recipe."""
+    """The arguments of `grpo score`; all others compose the recipe."""
 
     input: str | None = knob(
         None,

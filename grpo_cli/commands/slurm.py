@@ -37,7 +37,7 @@ LEAST_GRACE = 30  # seconds; a shorter time is not enough to end a step and save
 
 @dataclass
 class SlurmOptions:
-    """The words of `grpo slurm`; all others compose the recipe."""
+    """The arguments of `grpo slurm`; all others compose the recipe."""
 
     nodes: int = knob(1, "Number of nodes that train.", ge=1)
     gpus_per_node: int | None = knob(None, "GPUs of each node; 0: train on CPUs.", ge=0)
@@ -96,7 +96,7 @@ class SlurmOptions:
     )
 
 
-# Options of sbatch and srun, and words of grpo serve, that the script sets itself.
+# Options of sbatch and srun, and arguments of grpo serve, that the script sets itself.
 SET_BY_SCRIPT = (
     "signal", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output", "array",
     "wait", "parsable", "nodelist", "kill-on-bad-exit", "chdir",
@@ -172,7 +172,7 @@ def _check_together(settings: SlurmOptions) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Folders and programs of a job, as quoted words of bash; $SLURM_JOB_ID may occur in them."""
+    """Folders and programs of a job, quoted for bash; $SLURM_JOB_ID may occur in them."""
 
     work_dir: str
     run_dir: str

@@ -1,4 +1,4 @@
-"""Reads the words of a command line that composes a recipe: its file, options and overrides."""
+"""Reads a command line that composes a recipe: its file, options and overrides."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def publishable(tree: Any, key: str = "") -> Any:
 
 
 def publishable_command(words: Iterable[str]) -> list[str]:
-    """Removes secrets and the user's home folder from the words of a command line."""
+    """Removes secrets and the user's home folder from a command line."""
     out = []
     for word in words:
         key, is_assignment, value = word.partition("=")

@@ -75,7 +75,7 @@ class Composition:
     """The files and words that compose a recipe, in order of increasing priority."""
 
     layers: list[RecipeLayer]
-    overrides: list[Any]  # words of the command line, parsed by Hydra
+    overrides: list[Any]  # of the command line, parsed by Hydra
 
     def origins(self, key: str) -> list[Origin]:
         """Returns the places that set a key; the last one counts."""
@@ -107,7 +107,7 @@ def default_of(key: str) -> Any:
 
 
 def composition(file: Path | None = None) -> Composition:
-    """Returns the files and words of the recipe that Hydra is composing.
+    """Returns the files and overrides of the recipe that Hydra is composing.
 
     Args:
         file: the recipe's file, if it lies outside the package.

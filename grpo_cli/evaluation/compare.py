@@ -48,7 +48,7 @@ COLUMNS = ["benchmark", "mode", "row", "correct", "columns"]
 
 @dataclass
 class CompareOptions:
-    """The words of `grpo eval compare`; all others are the two evaluations."""
+    """The arguments of `grpo eval compare`; all others are the two evaluations."""
 
     output: str | None = knob(None, "File to write everything to as JSON, with each flipped row.")
 

@@ -88,7 +88,7 @@ class Finding:
     kind: str  # stops or slows
     name: str
     message: str
-    settings: tuple[str, ...] = ()  # words of the command line
+    settings: tuple[str, ...] = ()  # overrides for the command line
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def listed(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def shlex_words(command: str) -> list[str]:
-    """Returns the words of a command line, quoted as they were."""
+    """Returns the arguments of a command line, quoted as they were."""
     try:
         return [shlex.quote(word) for word in shlex.split(command)]
     except ValueError:  # a quote that is not closed
