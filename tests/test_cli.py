@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_skipped(grpo: Grpo, tmp_path: Path) -> None:
     tear(saved / "step-2")
     code, _, err = grpo(*command, "resume=run/checkpoints/step-2")
     assert code == 2, "it is what was asked for"
-    assert "resume: none of run/checkpoints/step-2 is whole" in err
+    assert "resume: none of run/checkpoints/step-2 is complete" in err
     assert err.startswith("grpo: ")
     assert err.count("\n") == 1
 
@@ -307,7 +307,7 @@ def test_a_damaged_checkpoint_is_skipped(grpo: Grpo, tmp_path: Path) -> None:
     code, _, err = grpo(*command, "steps=4", "resume=auto")
     assert code == 2
     listed = ", ".join(f"run/checkpoints/step-{step}" for step in (2, 3))
-    assert f"resume: none of {listed} is whole" in err
+    assert f"resume: none of {listed} is complete" in err
     assert "start over with overwrite=true" in err
 
 

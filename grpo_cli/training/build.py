@@ -226,7 +226,7 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
     if candidates and path is None:
         names = ", ".join(map(paths.shown, sorted(candidates, key=paths.step_of)))
         raise UserError(
-            f"resume: none of {names} is whole; start over with "
+            f"resume: none of {names} is complete; start over with "
             "overwrite=true, or give another with resume=PATH."
         )
     if path is None and prepared.recipe.resume == "auto":

@@ -163,9 +163,9 @@ def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
 
 def minibatch(step: Step, update: int) -> list[Group]:
     """Returns this process's groups of one of the step's minibatches."""
-    collected, minibatches = step.progress.collected, step.recipe.update.minibatches
-    part = minibatch_of(collected.step_stats, minibatches)
-    return [g for g in collected.groups if part[g.prompt_index] == update % minibatches]
+    batch, minibatches = step.progress.batch, step.recipe.update.minibatches
+    part = minibatch_of(batch.step_stats, minibatches)
+    return [g for g in batch.groups if part[g.prompt_index] == update % minibatches]
 
 
 class OptimizerBatch(NamedTuple):

@@ -35,7 +35,7 @@ class StepProgress:
     A run that is stopped mid-step stores its progress and is resumed there.
     """
 
-    collected: StepBatch
+    batch: StepBatch
     totals: list[MeasuredUpdate] = field(default_factory=list)  # by optimizer step
     norms: list[float] = field(default_factory=list)  # gradient norm by optimizer step
     updates: int = 0  # optimizer steps done, including those with nothing to train on
@@ -43,7 +43,7 @@ class StepProgress:
 
     def shared(self) -> dict[str, Any]:
         """Returns the part that is the same on every process, as plain values."""
-        done = self.collected
+        done = self.batch
         return {
             "whole_step": _plain(done.step_stats),
             "sampled": _plain(done.sampled),
@@ -56,9 +56,9 @@ class StepProgress:
 
     def own(self, fingerprint: str) -> list[dict[str, Any]]:
         """Returns this process's groups as plain values and tensors."""
-        entries = to_entries(self.collected.groups, fingerprint)
+        entries = to_entries(self.batch.groups, fingerprint)
         for entry in entries:  # the rollout's own value may have a KL subtracted
-            rollout_stats = self.collected.step_stats[entry["position"]]
+            rollout_stats = self.batch.step_stats[entry["position"]]
             for values, stats in zip(entry["rollouts"], rollout_stats, strict=True):
                 values["outcome_reward"] = stats.outcome_reward
         return entries
@@ -76,9 +76,9 @@ class StepProgress:
         if len(groups) < len(own):
             return None
         stats = (_restored(shared["whole_step"]), _restored(shared["sampled"]))
-        collected = StepBatch(groups, *stats, shared["metrics"])
+        batch = StepBatch(groups, *stats, shared["metrics"])
         totals = [MeasuredUpdate.from_state(t) for t in shared["totals"]]
-        return cls(collected, totals, *(shared[k] for k in ("norms", "updates", "coefficients")))
+        return cls(batch, totals, *(shared[k] for k in ("norms", "updates", "coefficients")))
 
 
 def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:

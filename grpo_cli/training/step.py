@@ -142,16 +142,16 @@ class Step:
 
     def finish(self) -> None:
         """Completes the metrics and advances the run; only evaluation and logging are left."""
-        run, collected = self.run, self.progress.collected
-        self.metrics |= collected.metrics | rollout_metrics(collected.sampled)
+        run, batch = self.run, self.progress.batch
+        self.metrics |= batch.metrics | rollout_metrics(batch.sampled)
         if self.recipe.dataset.mixture:
             stream = cast(MixtureStream, run.queue.stream)
-            names = {p: stream.name_of[group[0].row] for p, group in collected.sampled.items()}
-            self.metrics |= mixture_metrics(collected.sampled, names)
-        self.metrics |= self.clock.metrics(collected.sampled)
+            names = {p: stream.name_of[group[0].row] for p, group in batch.sampled.items()}
+            self.metrics |= mixture_metrics(batch.sampled, names)
+        self.metrics |= self.clock.metrics(batch.sampled)
         run.state.step += 1
         run.state.num_tokens += sum(
-            o.prompt_tokens + o.tokens for group in collected.sampled.values() for o in group
+            o.prompt_tokens + o.tokens for group in batch.sampled.values() for o in group
         )
         self.metrics |= {"num_tokens": run.state.num_tokens, "epoch": run.queue.epoch}
         run.state.follow_step(run.recipe, self.metrics, run.workers)
@@ -195,7 +195,7 @@ def begin(run: Run) -> Step:
     run.interrupts.begin_step()
     run.recovery.begin_step(run.queue)
     progress = run.recovery.progress
-    batch = progress.collected if progress else None
+    batch = progress.batch if progress else None
     return Step(run, run.state.step, recipe, clock, dict(metrics), batch)
 
 

@@ -159,7 +159,7 @@ def test_a_run_that_cannot_be_built_lets_go_of_its_folder(tmp_path: Path) -> Non
     prepared = prepare.for_training(recipe(tmp_path, resume="auto"))
     for n in (10, 2):  # since then, and empty
         paths.checkpoint_path(prepared.folder, n).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"none of .*step-2, .*step-10 is whole") as error:
+    with pytest.raises(UserError, match=r"none of .*step-2, .*step-10 is complete") as error:
         build.build(prepared, ["grpo", "train"])
     prepared.scorer.executor.close()
     Lock(prepared.folder).release()

@@ -74,6 +74,7 @@ def score(scored: Group, **rewards: Reward) -> None:
     scorer.Scorer(rewards, ["answer"], "here").score(scored.rollouts)
 
 
+@pytest.mark.smoke
 def test_tables_are_up_to_date() -> None:
     make_docs = script("make_docs")
     assert len(make_docs.TABLES) == 5

@@ -66,9 +66,9 @@ def test_step_round_trip() -> None:
     stream = make_stream()  # of the process that goes on
     found = found_again(work, stream)
     assert same(found, work)
-    assert [g.prompt_index for g in found.collected.groups] == [6, 2]
-    assert all(g.prompt is r.prompt for g in found.collected.groups for r in g.rollouts)
-    assert found.collected.groups[0].prompt is stream.prompt_at(6)
+    assert [g.prompt_index for g in found.batch.groups] == [6, 2]
+    assert all(g.prompt is r.prompt for g in found.batch.groups for r in g.rollouts)
+    assert found.batch.groups[0].prompt is stream.prompt_at(6)
 
 
 def test_missing_outcome_stays_missing() -> None:
@@ -82,7 +82,7 @@ def test_missing_outcome_stays_missing() -> None:
         r.old_logprobs = r.ref_logprobs = torch.zeros(len(r.completion.ids))
     subtract_kl_from_rewards(group.rollouts, "k1", beta=1.0)
     assert [r.outcome_reward for r in group.rollouts] == [0.0, 0.0, 0.0]
-    (found,) = found_again(work, make_stream()).collected.groups
+    (found,) = found_again(work, make_stream()).batch.groups
     assert all(math.isnan(r.outcome_reward) for r in found.rollouts)
 
 
@@ -102,7 +102,7 @@ def test_process_without_groups() -> None:
     shared, _ = kept(make_work(make_stream()))
     found = StepProgress.restored(shared, [], make_stream(), HOW)
     assert found is not None
-    assert found.collected.groups == []
-    step_stats: StepStats = make_work(make_stream()).collected.step_stats
-    assert same(found.collected.step_stats, step_stats)
+    assert found.batch.groups == []
+    step_stats: StepStats = make_work(make_stream()).batch.step_stats
+    assert same(found.batch.step_stats, step_stats)
     assert all(isinstance(o, RolloutStats) for group in step_stats.values() for o in group)
