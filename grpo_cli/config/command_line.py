@@ -76,7 +76,7 @@ def as_words(argv: Iterable[str]) -> list[str]:
     `--config FILE` is a recipe's file too. A switch needs no value.
     """
     switches = {key for key, f in KNOBS.items() if f.type == "bool"}
-    switches |= {"trust", "eager", "check", "dataset.chat"}
+    switches |= {"trust", "eager", "check", "dataset.chat", "bf16", "use_peft", "use_vllm"}
     file = re.compile(r"config=|(?=[^=]+\.ya?ml$)")  # --config FILE, or FILE
     return [
         f"recipe={word.removeprefix('config=')}" if file.match(word) else word

@@ -291,8 +291,8 @@ def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
     stray = [word for word in overrides if "=" not in word and not word.startswith("~")]
     if stray:
         yield (
-            f"{listed(stray)}: write key=value or --key value, such as recipe=NAME; a list is one "
-            "word, such as optimizer.betas=[0.9,0.95]."
+            f"{listed(stray)}: write key=value or --key value, recipe=NAME or FILE.yaml; a list is "
+            "one word, such as optimizer.betas=[0.9,0.95]."
         )
         return
     typed = OmegaConf.structured(Recipe(model=Model(build=Build())))

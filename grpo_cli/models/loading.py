@@ -127,10 +127,7 @@ def load(
     with explained(path):
         if config.dropout is not None:
             set_dropout(model_config, config.dropout)
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "attn_implementation": config.attn_implementation,
-        }
+        options = {"dtype": dtype, "attn_implementation": config.attn_implementation}
         auto_model = auto_class(model_config)
         if weights:
             of_weights = {k: v for k, v in config.args.items() if k in OF_WEIGHTS}
@@ -278,6 +275,8 @@ def explained(path: str | Path) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
             reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
+        elif reason.startswith("We couldn't connect"):
+            reason += f" Give a folder, or run `hf download {path}` where there is a network."
         raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
 
 
