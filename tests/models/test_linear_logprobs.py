@@ -98,47 +98,6 @@ def test_logprobs_by_hand() -> None:
     assert logprobs.tolist() == pytest.approx([math.log(1 / 6), math.log(2 / 3)])
 
 
-def test_entropy_by_hand() -> None:
-    hidden, targets = torch.ones(1, 1), torch.tensor([1])
-    _, entropies = linear_logprobs(hidden, Head(LOG_P, None), targets, entropy=True)
-    assert entropies is not None
-    # 0.5 · ln 2 + 2 · 0.25 · ln 4 = 1.5 ln 2
-    assert entropies.tolist() == pytest.approx([1.5 * math.log(2)])
-    _, entropies = linear_logprobs(hidden, Head(LOG_P, None), targets, 0.5, entropy=True)
-    assert entropies is not None
-    assert entropies.tolist() == pytest.approx([2 / 3 * math.log(3 / 2) + 1 / 3 * math.log(6)])
-
-
-def test_scale_bias_and_softcap_by_hand() -> None:
-    hidden, targets = torch.ones(1, 1), torch.tensor([1])
-    # a scale of 2 is a temperature of 1/2
-    logprobs, _ = linear_logprobs(hidden, Head(LOG_P, None, scale=2.0), targets)
-    assert logprobs.item() == pytest.approx(math.log(1 / 6))
-    # a bias that evens the weights out
-    logprobs, _ = linear_logprobs(hidden, Head(LOG_P, -LOG_P[:, 0]), targets)
-    assert logprobs.item() == pytest.approx(math.log(1 / 3))
-    # logits 0 and 2 tanh(4 · 3 / 2), and then the temperature
-    head = Head(torch.tensor([[0.0], [3.0]]), None, scale=4.0, softcap=2.0)
-    logprobs, _ = linear_logprobs(hidden, head, targets, 0.5)
-    assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-4 * math.tanh(6))), abs=1e-6)
-
-
-def test_gradient_by_hand() -> None:
-    hidden = torch.ones(1, 1, requires_grad=True)
-    weight = LOG_P.clone().requires_grad_()
-    bias = torch.zeros(3, requires_grad=True)
-    logprobs, _ = linear_logprobs(hidden, Head(weight, bias), torch.tensor([1]))
-    logprobs.sum().backward()
-    # one-hot less the probabilities
-    assert bias.grad is not None
-    assert bias.grad.tolist() == pytest.approx([-0.5, 0.75, -0.25])
-    assert weight.grad is not None
-    assert weight.grad[:, 0].tolist() == pytest.approx([-0.5, 0.75, -0.25])
-    # −0.5 ln 0.5 + (0.75 − 0.25) ln 0.25 = −0.5 ln 2
-    assert hidden.grad is not None
-    assert hidden.grad.item() == pytest.approx(-0.5 * math.log(2))
-
-
 # ----------------------------------------------------------------- the same as whole logits
 
 

@@ -1,8 +1,6 @@
 """What a model is given of rollouts, by hand, and how they are split into micro-batches."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from grpo_cli.models.packing import (
     packed_micro_batches,
     pad,
     padded_micro_batches,
-    trains,
     unique_tokens,
 )
 from grpo_cli.records import Prompt, Rollout
@@ -47,16 +44,6 @@ def test_pack_by_hand() -> None:
     assert inputs.layout.longest == 6
 
 
-def test_completions_of_one_token() -> None:
-    inputs = pack(of_prompt(A, [1], [2]), CPU)
-    assert inputs.input_ids.tolist() == [[10, 11, 12]]
-    assert inputs.predictors.tolist() == [2, 2]
-    assert inputs.targets.tolist() == [1, 2]
-    assert inputs.layout is not None
-    assert inputs.layout.segments == [(0, 3)]
-    assert inputs.layout.prefixes == []
-
-
 def test_pad_by_hand() -> None:
     (a,), (c,) = of_prompt(A, [1, 2]), of_prompt(B, [8, 0])
     inputs = pad([a, c], CPU)
@@ -66,20 +53,6 @@ def test_pad_by_hand() -> None:
     assert inputs.arguments["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
     assert inputs.predictors.tolist() == [2, 3, 7, 8]
     assert inputs.targets.tolist() == [1, 2, 8, 0]
-
-
-def test_tokens_of_a_tool_are_read_and_not_predicted() -> None:
-    a, b = of_prompt(A, [1, 2, 3, 4], [5, 6, 7])
-    a.completion = replace(a.completion, is_sampled=[True, False, True, False])
-    a.reward = math.nan
-    for inputs, predictors in (
-        (pack([a, b], CPU), [2, 4, 2, 6, 7]),
-        (pad([a, b], CPU), [2, 4, 10, 11, 12]),
-    ):
-        assert inputs.predictors.tolist() == predictors
-        assert inputs.targets.tolist() == [1, 3, 5, 6, 7]
-    assert pack([a, b], CPU).input_ids.tolist() == [[10, 11, 12, 1, 2, 3, 5, 6]]
-    assert trains([a, b], CPU).tolist() == [0, 0, 1, 1, 1]
 
 
 def test_unique_tokens_by_hand() -> None:

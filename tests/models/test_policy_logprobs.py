@@ -107,20 +107,6 @@ def test_modes_match_the_model(llama: PreTrainedModel, mode: ForwardMode) -> Non
 
 
 @MODES
-def test_modes_match_entropy_gradients(llama: PreTrainedModel, mode: ForwardMode) -> None:
-    rollouts = make_rollouts()
-    expected = gradient(llama, sum(map(weighted, true_numbers(llama, rollouts, 0.8))))  # type: ignore[arg-type]
-    policy_logprobs = by(llama, mode)
-    policy_logprobs.check(rollouts, 0.8)
-    both = policy_logprobs(rollouts, 0.8, entropy=True, entropy_gradient=True)
-    rows = [
-        [row[: len(r.completion.ids)] for row, r in zip(t, rollouts, strict=True)] for t in both
-    ]
-    mine = gradient(llama, weighted(rows[0]) + weighted(rows[1]))
-    assert (mine - expected).abs().max() < 1e-6 * expected.abs().max()
-
-
-@MODES
 def test_foreign_tokens_are_left_out(llama: PreTrainedModel, mode: ForwardMode) -> None:
     every, rollouts = make_rollouts(), make_rollouts()
     for i, r in enumerate(rollouts):  # one has nothing that was sampled

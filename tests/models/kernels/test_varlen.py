@@ -26,7 +26,6 @@ def test_ragged_by_hand() -> None:
 
 
 def kernels(calls: Calls) -> dict[str, Varlen]:
-    """Each kernel with functions that record their arguments and compute the right result."""
     return {
         "varlen": Varlen(calls.varlen, calls.varlen_backward),
         "repeated varlen": RepeatedVarlen(calls.varlen, calls.varlen_backward),
