@@ -54,7 +54,6 @@ OTHERS = {"loss_type", "on_policy", "epsilon", "epsilon_high", "max_completion_l
 
 
 def config_of(settings: dict[str, Any]) -> Loss:
-    """Our settings for TRL's."""
     unknown = settings.keys() - KNOBS.keys() - OTHERS
     assert not unknown, f"the case sets {unknown}, which this test does not know"
     path = ROOT / "recipes" / "loss" / f"{settings['loss_type']}.yaml"

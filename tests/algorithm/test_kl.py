@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo_cli.algorithm.kl import ESTIMATORS
 
@@ -30,55 +29,3 @@ def test_estimators_by_hand(name: str, log_ratio: float, value: float, grad: flo
     (found,) = torch.autograd.grad(out.sum(), logprobs)
     assert out.item() == pytest.approx(value)
     assert found.item() == pytest.approx(grad)
-
-
-# Averages over the policy, exactly: each token of a small vocabulary by its probability.
-
-REF = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64).log()
-
-
-def policy() -> tuple[Tensor, Tensor]:
-    """(logits, log-probabilities), with gradient."""
-    logits = torch.tensor([0.5, -0.3, 0.2], dtype=torch.float64, requires_grad=True)
-    return logits, logits.log_softmax(-1)
-
-
-def kl_of(logprobs: Tensor) -> Tensor:
-    """KL(π ‖ π_ref), by its definition."""
-    return (logprobs.exp() * (logprobs - REF)).sum()
-
-
-@pytest.mark.parametrize(("name", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
-def test_which_estimators_are_the_kl_on_average(name: str, unbiased: bool) -> None:
-    _, logprobs = policy()
-    average = (logprobs.exp() * ESTIMATORS[name](logprobs, REF)).sum().item()
-    assert (average == pytest.approx(kl_of(logprobs).item())) == unbiased
-
-
-@pytest.mark.parametrize(("name", "unbiased"), [("k1", False), ("k2", True), ("k3", False)])
-def test_which_estimators_have_the_gradient_of_the_kl_on_average(name: str, unbiased: bool) -> None:
-    logits, logprobs = policy()
-    sampled = (logprobs.detach().exp() * ESTIMATORS[name](logprobs, REF)).sum()
-    (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
-    (wanted,) = torch.autograd.grad(kl_of(logprobs), logits)
-    assert torch.allclose(found, wanted) == unbiased
-    if name == "k1":  # as its docstring has it
-        assert torch.allclose(found, torch.zeros_like(found))
-
-
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_times_the_ratio_they_have_the_gradient_of_the_kl(name: str) -> None:
-    """Sampled by an old policy, with `loss.kl_bias_correction`."""
-    logits, logprobs = policy()
-    old = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
-    ratio = logprobs.exp() / old
-    sampled = (old * ratio * ESTIMATORS[name](logprobs, REF)).sum()
-    (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
-    (wanted,) = torch.autograd.grad(kl_of(logprobs), logits)
-    torch.testing.assert_close(found, wanted)
-
-
-def test_k2_and_k3_are_never_negative() -> None:
-    logprobs = -5 * torch.rand(1000, generator=torch.Generator().manual_seed(0)).double()
-    for name in ("k2", "k3"):
-        assert (ESTIMATORS[name](logprobs, logprobs.flip(0)) >= 0).all()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from grpo_cli.algorithm.corrections import MODES
@@ -31,12 +30,9 @@ from grpo_cli.algorithm.losses import (
 )
 from grpo_cli.algorithm.normalization import WEIGHTS
 from grpo_cli.algorithm.settings import Loss
-from grpo_cli.algorithm.variants import own_arguments, parameters
+from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.knob import flags_of
-from tests import reference_losses as reference
-from tests.programs import ROOT
 
-FILES = sorted((ROOT / "recipes" / "loss").glob("*.yaml"))
 FIELDS = {f.name: f for f in dataclasses.fields(Loss)}
 
 
@@ -318,23 +314,6 @@ def test_every_choice_exists_and_all_there_is_can_be_chosen(knob: str, table: se
     assert set(FIELDS[knob].metadata["choices"]) == table
 
 
-@pytest.mark.parametrize("level", FIELDS["ratio_level"].metadata["choices"])
-def test_every_ratio_level_exists(level: str) -> None:
-    importance_ratio(torch.zeros(1, 1), torch.ones(1, 1), level)
-
-
-@pytest.mark.parametrize("policy", POLICY)
-def test_what_a_loss_reads_are_knobs(policy: str) -> None:
-    known = {*FIELDS, *own_arguments(POLICY[policy], Loss())}
-    assert set(parameters(POLICY[policy])[1]) <= known
-
-
 def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:
     for policy in flags_of(FIELDS["ratio_level"]).read_if[1:]:
         assert "ratio" in parameters(POLICY[policy])[0]
-
-
-def test_every_policy_loss_has_a_yaml_and_a_reference() -> None:
-    of_yaml = {OmegaConf.load(file).policy for file in FILES}
-    assert of_yaml == set(POLICY)
-    assert set(reference.POLICY) == set(POLICY)

@@ -22,10 +22,6 @@ FIRST_ALONE = {"sum": 16.0, "mean": 7 / 3, "of/min": 1.0, "of/max": 4.0}
 TOGETHER = {"sum": 121.0, "mean": 3.0, "of/min": 1.0, "of/max": 5.0}
 
 
-def test_a_tally_by_hand() -> None:
-    assert tally_of(*FIRST).reduced(ALONE).figures == pytest.approx(FIRST_ALONE)
-
-
 def test_optimizer_batches_are_merged_as_if_they_had_been_one() -> None:
     # Not a mean of the means, (7/3 + 5) / 2: the first has three values and the second one.
     first, second = (tally_of(*given).reduced(ALONE) for given in (FIRST, SECOND))
