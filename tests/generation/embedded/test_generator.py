@@ -51,27 +51,6 @@ def same(a: Completion, b: Completion) -> bool:
     return a.ids == b.ids and a.finish_reason == b.finish_reason and close
 
 
-def one_by_one(model: PreTrainedModel, prompt: list[int], length: int, eos: int) -> list[int]:
-    """transformers' own greedy completion of one prompt."""
-    out = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=length, eos_token_id=eos
-    )
-    ids: list[int] = out[0, len(prompt) :].tolist()
-    return ids
-
-
-def test_greedy_matches_transformers(model: PreTrainedModel) -> None:
-    unending = [one_by_one(model, prompt, 10, eos=-1) for prompt in PROMPTS]
-    eos = unending[0][4]  # so that one row ends while others go on
-    expected = [one_by_one(model, prompt, 10, eos) for prompt in PROMPTS]
-    assert sorted({len(ids) for ids in expected})[0] < 10
-    found = generate(model, Sampling(10, temperature=0), num_generations=1, eos_ids=[eos])
-    assert [found[i][0].ids for i in range(5)] == expected
-    ends = ["stop" if ids[-1] == eos else "length" for ids in expected]
-    assert [found[i][0].finish_reason for i in range(5)] == ends
-    assert set(ends) == {"stop", "length"}
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_policy_reproduces_reported_logprobs(model: PreTrainedModel, temperature: float) -> None:
     found = generate(model, Sampling(9, temperature=temperature), num_generations=3)
