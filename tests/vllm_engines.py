@@ -135,7 +135,6 @@ def assert_never_stale(generator: VllmGenerator, policy: PreTrainedModel) -> Non
 def difference(
     model: PreTrainedModel,
     groups: Sequence[Sequence[Completion]],
-    temperature: float = 1.0,
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> float:
     """Mean |log-probability that was reported − what the model says|."""
@@ -144,15 +143,13 @@ def difference(
         for p, group in zip(prompts, groups, strict=True)
         for c in group
     ]
-    return difference_of(model, rollouts, temperature)
+    return difference_of(model, rollouts)
 
 
-def difference_of(
-    model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float = 1.0
-) -> float:
+def difference_of(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> float:
     """The same, over the tokens that were sampled."""
     with inference(model):
-        found, _ = PolicyLogprobs(model, packed=False, chunked=False)(rollouts, temperature)
+        found, _ = PolicyLogprobs(model, packed=False, chunked=False)(rollouts, 1.0)
     gaps = [
         (torch.tensor(r.completion.sampling_logprobs) - row[: len(r.completion.ids)]).abs()[
             r.completion.sampled_mask

@@ -27,7 +27,6 @@ def test_every_name_of_trl_has_an_answer(name: str) -> None:
             "max_prompt_length",
             "It is called dataset.max_prompt_tokens here: longer prompts are dropped, not cut.",
         ),
-        ("deepspeed", "It is called distributed=fsdp2 here: there is no DeepSpeed."),
         ("pad_to_multiple_of", "It has no counterpart here: rows are packed, not padded."),
     ],
 )

@@ -43,14 +43,6 @@ def test_wsd_decays_in_the_last_tenth() -> None:
     assert found == pytest.approx([1.0] * 37 + [0.8, 0.6, 0.4])
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_step_after_the_last_would_have_the_minimum(schedule: str) -> None:
-    config = Optimizer(learning_rate=1.0, schedule=schedule, warmup_steps=2, min_learning_rate=0.1)
-    assert learning_rate(config, 10, 10) == pytest.approx(0.1)
-    falling = rates(10, schedule=schedule, warmup_steps=2, min_learning_rate=0.1)[2:]
-    assert falling == sorted(falling, reverse=True)
-
-
 def test_the_rate_scales_with_its_peak() -> None:
     config = Optimizer(learning_rate=3e-4, schedule="linear", warmup_steps=1)
     assert learning_rate(config, 3, 5) == pytest.approx(1.5e-4)
@@ -143,13 +135,6 @@ def test_whole_numbers_stay_whole() -> None:
     logged = [m["schedule/generation.num_generations"] for _, m in found]
     assert logged == [8.0, 7.0, 6.0, 6.0, 5.0]
     assert all(type(v) is float for v in logged)
-
-
-def test_without_schedules_the_recipe_is_as_it_was() -> None:
-    recipe = scheduled({})
-    current, metrics = at_step(recipe, 3)
-    assert current == recipe
-    assert metrics == {}
 
 
 @pytest.mark.parametrize("key", SCHEDULABLE)

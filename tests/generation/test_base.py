@@ -35,8 +35,6 @@ class Notes(Generator):
 
 
 class IdsOnly(TransformersGenerator):
-    """An engine that reads token ids and no images."""
-
     accepts_images = False
 
 

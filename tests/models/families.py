@@ -36,7 +36,6 @@ class Family:
 
     @property
     def mode(self) -> ForwardMode:
-        """The mode in which log-probabilities are computed."""
         return ForwardMode(self.packed, self.chunked)
 
     def __str__(self) -> str:

@@ -7,26 +7,17 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from grpo_cli.models.activation_bytes import bytes_per_token, saved_bytes
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from tests.conftest import make_rollout
 
 
-def make_model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).train()
-
-
-def test_checkpointing_saves_memory_and_keeps_the_gradient() -> None:
+def test_checkpointing_saves_memory_and_keeps_the_gradient(model: PreTrainedModel) -> None:
     rollouts = [make_rollout([3, 4, 5], [*range(6, 6 + 8 * n)]) for n in (2, 3, 1)]
     rollouts = [replace(r, prompt=rollouts[0].prompt) for r in rollouts]
-    model = make_model()
+    model.train()
     bytes_kept, gradients = [], []
     for checkpointing in (True, False):
         own = copy.deepcopy(model)

@@ -30,8 +30,6 @@ calls: list[int] = []  # inputs of each compiled graph that was run
 
 
 def counting(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-    """A backend that counts what is run."""
-
     def run(*inputs: Any) -> Any:
         calls.append(len(inputs))
         return graph.forward(*inputs)

@@ -146,7 +146,6 @@ def test_unknown_architectures() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", 312, 19.5),
         ("NVIDIA H100 80GB HBM3", 989, 67),
-        ("NVIDIA L40S", 362, 91.6),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None, None),
         ("NVIDIA GeForce GTX 1080", None, None),

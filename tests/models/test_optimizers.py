@@ -80,10 +80,6 @@ def step(parts: Parts) -> None:
     parts.optimizer.zero_grad(set_to_none=True)
 
 
-def bytes_of(optimizer: torch.optim.Optimizer) -> float:
-    return memory.bytes_to_come(optimizer, torch.device("cpu"))
-
-
 def same(a: Parts, b: Parts) -> bool:
     first, second = a.tensors(), b.tensors()
     return first.keys() == second.keys() and all(
@@ -229,7 +225,7 @@ def test_muon_update_is_orthogonal(model: PreTrainedModel) -> None:
 def test_bytes_to_come(name: str, model: PreTrainedModel) -> None:
     optimizer = made(model, algorithm=name, args=EVERY[name])
     gradients = 4 * sum(p.numel() for p in model.parameters())
-    predicted = bytes_of(optimizer) - gradients
+    predicted = memory.bytes_to_come(optimizer, torch.device("cpu")) - gradients
     step(Parts(model, optimizer))
     state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
     assert sum(v.nbytes for v in state) == predicted

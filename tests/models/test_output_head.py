@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.errors import UserError
@@ -20,6 +19,7 @@ from grpo_cli.models.settings import Model
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_logprobs
 from grpo_cli.records import Prompt, Rollout
 from tests.conftest import BUILD
+from tests.models.test_policy_logprobs import Doubled
 
 HALF = torch.bfloat16
 
@@ -115,10 +115,6 @@ def test_a_model_is_loaded_with_it(tmp_path: Path, model: PreTrainedModel) -> No
 
 
 def test_another_output_layer_is_refused(model: PreTrainedModel) -> None:
-    class Scaled(nn.Linear):
-        def forward(self, hidden: Tensor) -> Any:
-            return 2 * super().forward(hidden)
-
-    model.lm_head = Scaled(32, 10)
-    with pytest.raises(UserError, match=r"head_dtype = float32: .* is a Scaled, not an nn.Linear"):
+    model.lm_head = Doubled(32, 10)
+    with pytest.raises(UserError, match=r"head_dtype = float32: .* is a Doubled, not an nn.Linear"):
         output_head.use_float32(model)

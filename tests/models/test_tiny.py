@@ -46,7 +46,6 @@ def test_solution_as_an_episode() -> None:
 
 
 def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The labels of the tool's tokens reach the loss as ignored, those of the turns do not."""
     seen: list[list[int]] = []
     cross_entropy = torch.nn.functional.cross_entropy
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -26,6 +26,7 @@ from grpo_cli.generation.embedded.prefill import Prefill
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.attention import install, no_mask
 from grpo_cli.records import Completion, Prompt
+from tests.models.test_policy_logprobs import Doubled
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -111,11 +112,6 @@ def test_changed_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = completions_of(model)
     monkeypatch.setattr(DirectForward, "of", lambda model: None)
     assert completions_of(model) == changed
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
 
 
 def test_hooked_models_use_their_modules() -> None:

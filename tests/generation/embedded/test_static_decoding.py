@@ -32,7 +32,6 @@ BY_MASK = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Returns the tensors in a nest of tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -110,8 +109,6 @@ class RecordingGraphs:
 
 
 class EagerGraphs:
-    """Records nothing: calls the function each time."""
-
     def capture(self, key: object, function: Callable[[], None]) -> Callable[[], None]:
         return function
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
@@ -26,7 +25,7 @@ def test_peft_reads_the_folder(tmp_path: Path) -> None:
     for _ in range(2):  # the second replaces the first
         move(model)
         folder.write(AdapterWeights(model))
-        read = PeftModel.from_pretrained(_copy(base), folder.path)
+        read = PeftModel.from_pretrained(copy.deepcopy(base), folder.path)
         ids = torch.tensor([[3, 4, 5, 6]])
         with torch.no_grad():
             assert torch.equal(read(input_ids=ids).logits, model(input_ids=ids).logits)
@@ -36,12 +35,6 @@ def test_peft_reads_the_folder(tmp_path: Path) -> None:
     assert json.loads((folder.path / "adapter_config.json").read_text())["r"] == 4
     folder.remove()
     assert not folder.path.exists()
-
-
-def _copy(base: PreTrainedModel) -> PreTrainedModel:
-    copied = type(base)(base.config)
-    copied.load_state_dict(base.state_dict())
-    return copied.eval()
 
 
 def test_open_files_keep_the_old_weights(tmp_path: Path) -> None:

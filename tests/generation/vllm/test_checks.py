@@ -52,13 +52,6 @@ def test_refused_engine_arguments() -> None:
         assert f"generation.vllm.engine_args.{name}: cannot be set: " in str(error.value)
 
 
-def test_vllm_settings_need_vllm() -> None:
-    with pytest.raises(UserError, match=r"generation\.vllm\.regex"):
-        parsed({"generation.vllm.regex": "a"})
-    with pytest.raises(UserError, match=r"generation\.vllm\.servers"):
-        parsed(HERE | {"generation.vllm.servers": ["http://a:1"]})
-
-
 def test_json_schema_and_regex(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
     text, file = json.dumps(schema), tmp_path / "answer.json"

@@ -47,7 +47,6 @@ def test_joined_image_tokens_are_refused(loaded: Loaded) -> None:
 
 
 def test_server_gets_resized_images() -> None:
-    """A resized picture travels, with the same pixels."""
     stored = StoredImage(picture(0, (64, 64)), "picture", max_pixels=256)
 
     class Vision:

@@ -86,16 +86,12 @@ def expected(step: int = 0, number: int = len(PROMPTS)) -> list[list[Completion]
     ]
 
 
-def generated(
-    generator: ServerGenerator, number: int = len(PROMPTS), handed: list[int] | None = None
-) -> list[list[Completion]]:
-    """Three completions a prompt; `handed` gets the numbers of groups as they come."""
+def generated(generator: ServerGenerator, number: int = len(PROMPTS)) -> list[list[Completion]]:
+    """Three completions a prompt."""
     with generator.session() as session:
         session.submit(Request(as_prompts(PROMPTS[:number]), 3, SAMPLING, SEEDS[:number]))
         found = [(done.number, done.completions) for done in session.drain()]
     assert len(found) == number, "each once"
-    if handed is not None:
-        handed.extend(number for number, _ in found)
     return [completions for _, completions in sorted(found, key=itemgetter(0))]
 
 
@@ -135,9 +131,7 @@ def test_prompts_are_spread_over_servers(fakes: list[FakeVllm], model: PreTraine
     generator.close()
 
 
-def test_images_of_a_stream_are_refused_in_flight(
-    start: Start,
-) -> None:
+def test_images_of_a_stream_are_refused_in_flight(start: Start) -> None:
     """At the start only the first rows are known."""
     image = Prompt(7, [5], "", {}, images=(StoredImage(b"", ""),))
     said = "generation.vllm.in_flight = true: a server's completions cannot go on over new weights"
@@ -150,7 +144,6 @@ def test_images_of_a_stream_are_refused_in_flight(
 
 def test_at_most_max_rows_requests_at_once(fakes: list[FakeVllm], start: Start) -> None:
     """Of groups of 3, two fit into 6 rows."""
-    at_a_time = 2
     recipe = recipe_for(fakes)
     recipe.generation.max_num_seqs = 6
     generator = start(recipe=recipe)
@@ -164,7 +157,7 @@ def test_at_most_max_rows_requests_at_once(fakes: list[FakeVllm], start: Start) 
             fake: FakeVllm = fake,
             full: threading.Event = full,
         ) -> Drawn:
-            if fake.under_way == at_a_time:
+            if fake.under_way == 2:
                 full.set()
             assert full.wait(30), "as many as may be are asked for"
             time.sleep(0.03)  # for one too many to come
@@ -173,7 +166,7 @@ def test_at_most_max_rows_requests_at_once(fakes: list[FakeVllm], start: Start) 
 
         fake.complete = complete
     assert generated(generator) == expected()
-    assert max(most) == at_a_time
+    assert max(most) == 2
 
 
 def conversations(**how: Any) -> Conversations:

@@ -96,20 +96,10 @@ def test_flattened_weights_round_trip(limit: int) -> None:
     assert_bit_equal(found, model)
 
 
-@pytest.mark.parametrize(
-    "came",
-    [
-        ("b", torch.zeros(2)),
-        ("a", torch.zeros(2, dtype=HALF)),
-    ],
-    ids=["another", "another dtype"],
-)
-def test_unexpected_weight_is_refused(came: tuple[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match=rf"^{came[0]} was to be WeightInfo\(name='a', shape=\(2,"):
-        flattened(iter([came]), [info("a", 2)])
-
-
-# The wire.
+def test_unexpected_weight_is_refused() -> None:
+    for name, dtype in (("b", torch.float32), ("a", HALF)):
+        with pytest.raises(ValueError, match=rf"^{name} was to be WeightInfo\(name='a', shape=\(2"):
+            flattened(iter([(name, torch.zeros(2, dtype=dtype))]), [info("a", 2)])
 
 
 # Links.
@@ -177,11 +167,7 @@ def test_servers_finish_or_keep_requests(fakes: list[FakeVllm], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("transfer", "call"),
-    [
-        ("gloo", "/finish_weight_update"),
-        ("disk", "grpo_load"),
-    ],
+    ("transfer", "call"), [("gloo", "/finish_weight_update"), ("disk", "grpo_load")]
 )
 def test_failed_server(fakes: list[FakeVllm], tmp_path: Path, transfer: str, call: str) -> None:
     model = MixedTypes()
@@ -190,7 +176,6 @@ def test_failed_server(fakes: list[FakeVllm], tmp_path: Path, transfer: str, cal
     bad.faults[call] = bad.fail
     lost = send(links, Weights(model), "v", "wait")
     route = call.replace("grpo_", "/collective_rpc grpo_").split()[0]
-    route += "?mode=wait" if call == "/pause" else ""
     assert {url: str(error) for url, error in lost.items()} == {
         bad.url: f"server {bad.url}: {route} failed: answered 500: EngineCore encountered an issue."
     }
@@ -218,16 +203,6 @@ def test_transfer_deadline(
     why = r"(weight transfer failed: the connection broke|/update_weights failed: no answer)"
     assert re.match(f"server {bad.url}: {why}", str(lost[bad.url]))
     assert_bit_equal(good.held[0], model)
-
-
-def test_changed_order_of_weights_is_refused(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    class Turning(Weights):
-        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return iter([*super().__iter__()][::-1])
-
-    with pytest.raises(ValueError, match="was to be"):
-        send(linked(fakes, "disk", tmp_path), Turning(nn.Linear(3, 2)), "v", "wait")
-    assert all(fake.updating for fake in fakes), "they have to be started again"
 
 
 # Meeting.
