@@ -25,9 +25,8 @@ def json_schema(
 
     What is read stands after the last `</think>`, if there is one (nothing, if a last `<think>`
     never closes): the content of the last closed fence that opens with ```json, or else the whole
-    text. It has to be strict JSON (RFC 8259), with
-    nothing before or after it: NaN and Infinity are none, nor are numbers beyond floating point; a
-    name that stands twice in one object, and nesting too deep to be read, score 0.0 too.
+    text. It has to be strict JSON (RFC 8259), with nothing before or after it: NaN and Infinity are
+    none, nor are numbers beyond floating point; a repeated name and too deep nesting score 0.0 too.
 
     Recipe args:
         schema: a JSON schema, written in the recipe or as the path of a JSON file; null asks for
@@ -54,7 +53,8 @@ def _of_recipe(schema: Any) -> Any:
         return _validator("true")
     if isinstance(schema, str):
         try:
-            return _validator(Path(schema).read_text("utf-8"), where=schema)
+            text = "" if Path(schema).is_fifo() else Path(schema).read_text("utf-8")
+            return _validator(text, where=schema)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"json_schema: schema is {schema!r}; it must be a schema or the path of a JSON "

@@ -5,6 +5,7 @@ They are separate so that a mistake on the command line is found before torch is
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def spelt_out(word: str) -> list[str]:
             raise UserError(
                 f"{word}: two files are called {name}; name one with benchmark.NAME.data=FILE."
             )
-        out.append(f"benchmark.{name}.data={as_override(str(path.resolve()))}")
+        out.append(f"benchmark.{name}.data={as_override(os.path.realpath(path))}")
     return [*([f"benchmark={','.join(names)}"] if names else []), *out]
 
 

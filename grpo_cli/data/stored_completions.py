@@ -180,7 +180,7 @@ def sample_of(line: dict[str, Any], number: int, where: str, rows: Rows | None =
     cells.pop("prompt", None)
     text = cells.pop("completion")
     if isinstance(text, list) and text and isinstance(text[-1], dict):  # messages of a chat
-        text = text[-1].get("content")
+        text = text if text[-1].get("role") == "user" else text[-1].get("content")
     if not isinstance(text, str):
         raise UserError(f"{where}: the completion is {text!r}; it must be text.")
     ids = cells.pop("completion_ids", None)

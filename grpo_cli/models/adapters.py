@@ -108,7 +108,7 @@ def config_for(recipe: Recipe) -> LoraConfig | None:
     if adapter.path is None:
         return config_of(adapter, recipe.model.path or "", recipe.model.revision)
     folder = Path(adapter.path).expanduser()
-    if not sources.is_adapter(folder):
+    if not (sources.is_adapter(folder) and (folder / WEIGHTS).is_file()):
         raise UserError(
             f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
             "adapter_model.safetensors."
