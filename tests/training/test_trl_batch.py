@@ -27,7 +27,7 @@ def test_loss_and_gradient_norm_are_those_of_trl(
     model, adapter = trl_batch.make(name, tmp_path)
 
     def stored(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        encoded, ids = [trainer._ids(prompt) for prompt in prompts], batch["completion_ids"]
+        encoded, ids = [trainer._encoded(prompt).ids for prompt in prompts], batch["completion_ids"]
         assert encoded[:: trl_batch.GENERATIONS] == batch["prompt_ids"]
         logprobs = [[0.0] * len(row) for row in ids]
         return {"prompt_ids": encoded, "completion_ids": ids, "logprobs": logprobs}
