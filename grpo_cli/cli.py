@@ -45,7 +45,7 @@ from grpo_cli.errors import (
 from grpo_cli.files import read_json, read_yaml
 
 # Errors of a full or read-only disk. They are no bugs, and are printed as one sentence.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 PRINT_SECONDS = 3.0  # time for a node's first process to print an error that all raise
 RUNNING = Path("/proc/loadavg")  # its fourth field: threads that run now / all threads
 SPINS_ALONE, SPINS_SHARED = 4000, 1000
@@ -171,7 +171,7 @@ def run_command(argv: list[str]) -> int:
         elif argv[0] in ("-sc", "--shell_completion"):
             complete(argv, COMMANDS)
         elif argv[0] in COMMANDS:
-            os.getcwd()  # fails if the folder has been deleted
+            check_working_folder()
             COMMANDS[argv[0]](argv[1:])
         else:
             is_recipe = argv[0].startswith("--config") or argv[0].endswith(".yaml")
@@ -201,8 +201,8 @@ def run_command(argv: list[str]) -> int:
         return _leave("; ".join(said), 130)
     except Exception as error:
         if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
-            place = error.filename or {errno.ENOENT: "working folder"}.get(error.errno or 0, "host")
-            return _leave(f"{place}: {error.strerror}.", 1, everywhere=True)
+            place = f"{error.filename}: " if error.filename else ""
+            return _leave(f"{place}{error.strerror}.", 1, everywhere=True)
         if os.environ.get("GRPO_DEBUG"):
             raise
         return _leave(internal_error(error), 1, everywhere=True)
@@ -323,10 +323,19 @@ def verb(module: str) -> Callable[[list[str]], object]:
     return main
 
 
+def check_working_folder() -> None:
+    """Raises a UserError if the working folder has been deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working folder has been deleted; change to another one.") from error
+
+
 def recipes(argv: list[str]) -> None:
     """`grpo recipes`: prints the name and the description of each shipped recipe."""
-    width = max(len(path.stem) for path in recipe_files())
-    for path in recipe_files():
+    files = recipe_files()
+    width = max(len(path.stem) for path in files)
+    for path in files:
         print(f"{path.stem:{width}} {read_yaml(path)['description']}")
 
 

@@ -4,9 +4,9 @@ import functools
 import json
 from collections.abc import Iterable
 from math import isinf
-from pathlib import Path
 from typing import Any
 
+from grpo_cli.files import open_file
 from grpo_cli.rewards import reward
 from grpo_cli.rewards._text import Completions, completion_texts, without_thoughts
 
@@ -53,8 +53,8 @@ def _of_recipe(schema: Any) -> Any:
         return _validator("true")
     if isinstance(schema, str):
         try:
-            text = "" if Path(schema).is_fifo() else Path(schema).read_text("utf-8")
-            return _validator(text, where=schema)
+            with open_file(schema) as file:
+                return _validator(file.read().decode(), where=schema)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"json_schema: schema is {schema!r}; it must be a schema or the path of a JSON "

@@ -151,7 +151,7 @@ def grpo(
 
 @pytest.fixture
 def lines() -> list[str]:
-    """What the user is told."""
+    """Returns a list for the lines that are printed for the user."""
     return []
 
 

@@ -70,9 +70,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step}"
 
 
-def steps_saved(folder: Path, inner: str = "checkpoints") -> list[int]:
-    """Returns the steps of a run's complete checkpoints (or those in `inner`), in order."""
-    names = (p.name for p in (folder / inner).glob("step-*"))
+def steps_saved(folder: Path) -> list[int]:
+    """Returns the steps of a run's complete checkpoints, in order."""
+    return _steps_in(folder / "checkpoints")
+
+
+def _steps_in(folder: Path) -> list[int]:
+    names = (p.name for p in folder.glob("step-*"))
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
 
 
@@ -86,7 +90,7 @@ def kept_path(folder: Path, step: int) -> Path:
 
 def steps_kept(folder: Path) -> list[int]:
     """Returns the steps that a run has kept for `grpo replay`, in order."""
-    return steps_saved(folder, KEPT)
+    return _steps_in(folder / KEPT)
 
 
 INTERRUPTED = ".interrupted"
@@ -134,7 +138,11 @@ def step_of(path: Path) -> int:
 
 
 def is_model(path: Path) -> bool:
-    """Returns whether a folder holds a model, or an adapter that names its model."""
+    """Returns whether a folder holds a model, or an adapter that names its model.
+
+    Raises:
+        UserError: a file in it is a pipe, which would block its reader.
+    """
     has_config = any((path / n).is_file() for n in ("config.json", ADAPTER_CONFIG))
     if has_config and (pipes := [file for file in path.iterdir() if file.is_fifo()]):
         raise UserError(f"{pipes[0]}: cannot be read: it is no plain file.")

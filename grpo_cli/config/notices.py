@@ -44,8 +44,8 @@ def notices(recipe: Recipe) -> Iterator[str]:
     filters = ("top_p", "top_k", "min_p")
     if changed := [name for name in g.changed_by if name not in filters]:
         differs.append(
-            f"with {listed(changed)} the sampler's distribution is another than the trainer's, "
-            "which is softmax(logits / temperature)."
+            f"with {listed(changed)} the sampler's distribution differs from the trainer's, "
+            "softmax(logits / temperature)."
         )
     yield from loss.notices()
     is_scaled = recipe.advantage.rule == "group" and recipe.advantage.scale != "none"

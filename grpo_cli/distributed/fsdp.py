@@ -65,14 +65,14 @@ def shard(
     )
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": types, "offload_policy": policy}
+    options["reshard_after_forward"] = reshard_after_forward
     settable = model._can_set_attn_implementation()
     for layer in layers(model):
         materialize(layer, device)
-        reshard = reshard_after_forward
-        fully_shard(layer, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
+        fully_shard(layer, shard_placement_fn=placement, **options)
     materialize(model, device)
     # Embeddings and head are used first and last, so they stay gathered in between.
-    fully_shard(model, reshard_after_forward=False, **options)
+    fully_shard(model, **{**options, "reshard_after_forward": False})
     # transformers reads it from the source of the model's class, which FSDP has replaced.
     type(model)._can_set_attn_implementation_cached_value = settable
     for part in model.modules():

@@ -279,8 +279,8 @@ class Supervisor:
 
     def _report_other(self, rank: int, text: str, frozen: Sequence[Any] | None = None) -> None:
         """Reports the failure of another process, a stall if `frozen` lists those to be killed."""
-        stall = (frozen is not None, list(frozen or ()))
-        if self._post(Failure(rank, text, time.time(), self.rank, *stall)):
+        is_stall = frozen is not None
+        if self._post(Failure(rank, text, time.time(), self.rank, is_stall, list(frozen or ()))):
             self.log.print(f"grpo: {text}")
 
     def _handle_lost_store(self, error: RuntimeError) -> None:
@@ -339,10 +339,10 @@ class Supervisor:
 
 
 class Ending:
-    """The end of this process: its cause, the time that it may still take, and its exit."""
+    """Records why and when this process must end, and ends it."""
 
     def __init__(self, rank: int, size: int, log: ProcessLog, poll: float) -> None:
-        """Initializes it for a job of `size` processes that read the store every `poll` seconds."""
+        """Begins with no failure, in a job whose processes read the store every `poll` seconds."""
         self.rank, self.size, self.log, self.poll = rank, size, log, poll
         self.failure: Failure | None = None  # the job's first failure
         self.reports = False  # whether this process has reported the failure

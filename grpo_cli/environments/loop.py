@@ -94,7 +94,7 @@ class EpisodeLoop:
 
 
 class _Rounds:
-    """The episodes of one `sample`: which are sampled next, which wait for their environments."""
+    """Schedules the episodes of one `sample`: samples those that do not wait for an environment."""
 
     def __init__(self, loop: EpisodeLoop, request: Request, *, is_repeatable: bool) -> None:
         """is_repeatable: whether the engine is, with `order=auto`."""

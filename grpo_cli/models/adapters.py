@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, bool]] = {
 INIT_WITHOUT_BASE = (True, False, "gaussian")
 INIT_AT_BASE = (True, "gaussian", "orthogonal")  # inits with which the adapter changes nothing
 # Exceptions that peft raises for an invalid config.
-FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, regex.error)
+FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, re.error)
 REFUSED = {  # LoraConfig fields with the reason
     "trainable_token_indices": "trains rows of the embeddings, which are not merged",
     "lora_bias": "adds biases, which a merged model has no place for",
@@ -149,7 +149,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         try:
             check_modules(model, config)
             inject_adapter_in_model(config, model, NAME)
-        except (*FAILURES, re.error, TimeoutError) as error:  # a regex with nested quantifiers
+        except (*FAILURES, regex.error, TimeoutError) as error:  # of a regular expression
             raise UserError(f"adapter: peft cannot add it: {first_line(error)}.") from error
     for p in model.parameters():
         if p.requires_grad:

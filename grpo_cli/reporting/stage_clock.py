@@ -160,7 +160,7 @@ class Clock:
         return self.stage("idle") if "idle" in self.seconds else contextlib.nullcontext()
 
     def count(self, stage: str, flops: Callable[[], float]) -> None:
-        """Adds this process's model FLOPs, NaN if not known, to a stage if there is a peak."""
+        """Adds model FLOPs of this process to a stage; calls `flops` only if the peak is known."""
         if not math.isnan(self.peak):
             self.flops[stage] = self.flops.get(stage, 0.0) + flops()
 

@@ -38,7 +38,7 @@ class BrokenError(BaseException):
 
 
 class Peer:
-    """One side of the exchange: sends requests, and meanwhile serves those of the other side."""
+    """Sends requests to the other process, and serves its requests while it waits for a reply."""
 
     is_strict = False  # whether the other side is untrusted
     codec_type = Codec

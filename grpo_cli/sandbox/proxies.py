@@ -1,4 +1,4 @@
-"""Proxies of the other side's objects, and the operations that they pass on to that side."""
+"""Defines proxies of the other side's objects; each operation on one is sent to that side."""
 
 from __future__ import annotations
 

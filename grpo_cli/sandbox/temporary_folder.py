@@ -1,4 +1,4 @@
-"""The temporary folders of sandboxes: made and locked, removed, and swept up after a killed one."""
+"""Makes, locks and removes the temporary folders of sandboxes, also of killed ones."""
 
 from __future__ import annotations
 

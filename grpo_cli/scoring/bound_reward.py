@@ -116,8 +116,20 @@ def bind_reward(name: str, spec: Reward, run: Mapping[str, Any]) -> BoundReward:
         )
     # Values that change with the step are not cached.
     cache = timeout is not None and traits.cache and "trainer_state" not in signature.standard
-    how = (is_async, timeout, spec.on_error, cache, spec.concurrency or ASYNC_CONCURRENCY)
-    return BoundReward(name, spec, path, function, signature, traits, arguments, *how)
+    return BoundReward(
+        name=name,
+        spec=spec,
+        path=path,
+        function=function,
+        signature=signature,
+        traits=traits,
+        args=arguments,
+        is_async=is_async,
+        timeout=timeout,
+        on_error=spec.on_error,
+        cache=cache,
+        concurrency=spec.concurrency or ASYNC_CONCURRENCY,
+    )
 
 
 def _check_arguments(

@@ -126,8 +126,8 @@ class KeptPrompts(PromptStream):
             images = tuple(
                 StoredImage(image.numpy().tobytes(), f"row {row['row']}") for image in row["images"]
             )
-            ids, reads = list(entry["prompt_ids"]), vision if images else None
-            self.found[entry["position"]] = Prompt(row["row"], ids, "", {}, images, reads)
+            ids, processor = list(entry["prompt_ids"]), vision if images else None
+            self.found[entry["position"]] = Prompt(row["row"], ids, "", {}, images, processor)
         super().__init__([*self.found.values()], 0, False)
 
     def prompt_at(self, position: int) -> Prompt:

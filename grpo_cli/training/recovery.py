@@ -78,7 +78,8 @@ class StepProgress:
         stats = (_restored(shared["whole_step"]), _restored(shared["sampled"]))
         batch = StepBatch(groups, *stats, shared["metrics"])
         totals = [MeasuredUpdate.from_state(t) for t in shared["totals"]]
-        return cls(batch, totals, *(shared[k] for k in ("norms", "updates", "coefficients")))
+        norms, updates = shared["norms"], shared["updates"]
+        return cls(batch, totals, norms, updates, shared["coefficients"])
 
 
 def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:

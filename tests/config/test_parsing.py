@@ -610,7 +610,7 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
         *(
             (
                 {"loss.off_policy_mask": 0.1, f"generation.{knob}": value},
-                f"loss.off_policy_mask: with {knob} the sampler's distribution is another",
+                f"loss.off_policy_mask: with {knob} the sampler's distribution differs",
             )
             for knob, value in {
                 "repetition_penalty": 0.9,

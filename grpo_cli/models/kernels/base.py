@@ -1,4 +1,4 @@
-"""The interface of attention kernels, and a base class for kernels that compute by parts."""
+"""Defines the interface of attention kernels, and a base class for those that compute by parts."""
 
 from __future__ import annotations
 

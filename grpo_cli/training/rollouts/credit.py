@@ -64,7 +64,7 @@ def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: 
 def assign_advantages(
     recipe: Recipe, groups: Sequence[Group], step_stats: StepStats, step: int
 ) -> dict[str, float]:
-    """Computes the advantages of the complete step; each process keeps those of its own groups.
+    """Computes the advantages of all processes' groups, and sets those of this process's groups.
 
     Args:
         step: number of the step from 0, for messages.
@@ -103,13 +103,13 @@ def advantage_metrics(
     ordered = sorted(step_stats.items())
     has_steps = any(o.steps for _, group in ordered for o in group)
     if has_steps:
-        without = [not has_signal(recipe, group) for _, group in ordered]
+        no_signal = [not has_signal(recipe, group) for _, group in ordered]
         total = matrix(step_stats, lambda o: o.reward)
         advantages = total - total.nanmean(-1, keepdim=True)
     else:
         total = matrix(step_stats, lambda o: o.outcome_reward)
         advantages = torch.tensor([rows[p] for p, _ in ordered], dtype=torch.float64)
-        without = [
+        no_signal = [
             not any(a != 0 and not o.excluded for a, o in zip(rows[p], group, strict=False))
             for p, group in ordered
         ]
@@ -123,7 +123,7 @@ def advantage_metrics(
     counted = matrix(step_stats, lambda o: float(not o.excluded)) == 1
     shares = advantage_shares(advantages, values, total, counted).tolist()
     return {
-        ZERO_ADVANTAGE: sum(without) / len(without),
+        ZERO_ADVANTAGE: sum(no_signal) / len(no_signal),
         **{f"rewards/{name}/advantage_share": s for name, s in zip(weights, shares, strict=False)},
     }
 
