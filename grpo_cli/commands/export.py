@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from grpo_cli.checkpoints import checkpointer, lookup, manifest, model_folder, paths, provenance
@@ -25,7 +25,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.files import read_yaml
+from grpo_cli.files import read_yaml, reading
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Model
 
@@ -178,7 +178,7 @@ def export(
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         else:
             shutil.rmtree(out, ignore_errors=True)
-        if not isinstance(error, OSError | SafetensorError):
+        if not isinstance(error, OSError):
             raise
         raise TrainingError(f"{path}: could not be exported to {out}: {error}.") from error
     weights = [entry for name, entry in written.items() if name.endswith(".safetensors")]
@@ -200,7 +200,7 @@ def copy_others(files: Path, out: Path, dtype: torch.dtype | None) -> None:
 def stored(path: Path) -> Tensors:
     """Yields the tensors of a plain model folder, or of an adapter's folder."""
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+        with reading(file), safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 yield name, opened.get_tensor(name)
 

@@ -28,7 +28,7 @@ from grpo_cli.config.parsing import first_line
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import full_tensor, offload
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.files import read_json
+from grpo_cli.files import read_json, reading
 from grpo_cli.models import quantization
 from grpo_cli.models.settings import Adapter
 
@@ -228,8 +228,9 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
     attach(model, config, 0)
     if any(p.is_meta for p in model.parameters()):
         return  # the main process's weights replace them
-    try:
+    with reading(folder / WEIGHTS):
         stored = load_file(folder / WEIGHTS)
+    try:
         stored = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
         for name, own in file_tensors(model, tensors_of(model)).items():
             found = stored.get(name.removeprefix(PREFIX))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +20,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.files import LONGEST, read_json, read_text
+from grpo_cli.files import LONGEST, read_json, read_text, reading
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
@@ -272,12 +272,24 @@ def explained(path: str | Path) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
+        check_files(Path(path))
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
             reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
         elif reason.startswith("We couldn't connect"):
             reason += f" Give a folder, or run `hf download {path}` where there is a network."
         raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raises a UserError that names the file of a model's folder that is damaged, if one is."""
+    for file in sorted(folder.glob("*.json")):
+        read_json(file)
+    for file in sorted(folder.glob("*.jinja")):
+        read_text(file)
+    for file in sorted(folder.glob("*.safetensors")):
+        with reading(file), safe_open(file, "pt"):
+            pass
 
 
 def stored_dtype(config: Model, path: str | Path) -> str:

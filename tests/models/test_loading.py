@@ -44,10 +44,6 @@ def with_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
     return damage
 
 
-def cut_off(folder: Path) -> None:
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:100])
-
-
 def of_bert(folder: Path) -> None:
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 300}
     config = transformers.BertConfig(**small, intermediate_size=8)
@@ -62,7 +58,6 @@ def of_bert(folder: Path) -> None:
             with_weights(lambda w: w[NAME][3, 4].fill_(torch.nan)),
             f"the weights of {NAME} are not finite",
         ),
-        (cut_off, ""),  # safetensors' own words
         (with_weights(lambda w: w.update({NAME: w[NAME][:-1].contiguous()})), ""),
         (shutil.rmtree, "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."),
         (of_bert, "a bert model reads in both directions and cannot generate"),
@@ -74,6 +69,13 @@ def test_damaged_model_refused(folder: Path, damage: Callable[[Path], None], rea
         loading.load(Model(path=str(folder)), folder)
     assert str(error.value).startswith(f"model.path = {folder}: cannot be loaded: {reason}")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [FILE, "config.json", "tokenizer_config.json"])
+def test_damaged_file_of_a_model_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    with pytest.raises(UserError, match=rf"^{folder}/{name}: cannot be read: "):
+        loading.load(Model(path=str(folder)), folder)
 
 
 def test_context_length_is_checked(model: PreTrainedModel) -> None:
