@@ -49,6 +49,20 @@ def lost_reader(error: BaseException) -> bool:
     return isinstance(error, BrokenPipeError)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":") and len(lines) > 1:  # Hydra's; line 2 has the reason
+        lines[0] += f" {lines[1].strip()}"
+    return lines[0].strip().rstrip(".")
+
+
+def typed_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a sentence that suggests the known names closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.7)

@@ -1,10 +1,11 @@
-"""The records that travel through a step, in order: Prompt, Completion, Rollout, Group.
+"""The records that travel through a step, in order; none of them changes once it is made.
 
 A step with P = 2 prompts and G = 3 completions each:
 
     prompts  [Prompt("2+3="), Prompt("9+9=")]                          from data.PromptStream
-    groups   [Group(prompt, [Rollout, Rollout, Rollout]), Group(...)]  from the generator
-    batches  Batch of B rows (P·G = 6 in all), C completion tokens     for the model
+    groups   [Group(prompt, [Rollout, Rollout, Rollout]), Group(...)]  sampled and scored
+    samples  the same groups, of TrainingSample                        with advantages
+    batches  WeightedSample of each completion that trains             for an optimizer step
 
 Token ids are lists until the forward pass: `packing.py` turns them into the model's inputs, and
 `collate` into the loss's. Masks are made from lengths and never from `ids != pad`, because a model
@@ -19,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from grpo_cli.models.vision import VisionProcessor
 
 Messages = list[dict[str, Any]]
+R = TypeVar("R", bound="Rollout")
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,12 @@ def counts_by_tool(calls: Iterable[Any]) -> dict[str, list[int]]:
     return counts
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rollout:
-    """One completion of a prompt, with everything that the step computes for it."""
+    """One completion of a prompt, with its rewards once it is scored.
+
+    For example, Rollout(prompt, completion, "4", {"exact_match": 1.0}, reward=1.0).
+    """
 
     prompt: Prompt
     completion: Completion
@@ -161,14 +166,7 @@ class Rollout:
     outcome_reward: float = math.nan  # `reward` without steps: the advantage rule's input
     extras: dict[str, Any] = field(default_factory=dict)  # columns that functions logged
     excluded: bool = False  # does not train, though it has a reward (`loss.mask_truncated`)
-    advantage: float = 0.0
-    token_advantages: Tensor | None = None  # [C] if steps were rewarded; includes `advantage`
     old_logprobs: Tensor | None = None  # [C] under the trained policy as it was at sampling
-    ref_logprobs: Tensor | None = None  # [C] under the reference policy
-    # Set with its optimizer batch:
-    weight: float = 0.0  # factor of each token's loss (`batch.py`)
-    high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
-    cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 
     @property
     def is_scored(self) -> bool:
@@ -182,6 +180,24 @@ class Rollout:
             return 0
         return self.completion.sampled_tokens
 
+    def as_kind(self, kind: type[R], **values: Any) -> R:
+        """Returns a record of a kind of rollout, with this rollout's values and the given ones."""
+        names = {f.name for f in dataclasses.fields(kind)} & vars(self).keys()
+        own = {name: getattr(self, name) for name in names}
+        return kind(**{**own, **values})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSample(Rollout):
+    """A scored rollout with what the loss needs of it; made once a step.
+
+    For example, rollout.as_kind(TrainingSample, advantage=0.71), the better one of two.
+    """
+
+    advantage: float = 0.0
+    token_advantages: Tensor | None = None  # [C] if steps were rewarded; includes `advantage`
+    ref_logprobs: Tensor | None = None  # [C] under the reference policy
+
     @property
     def advantages(self) -> Tensor:
         """The advantage of each token, [C]."""
@@ -190,13 +206,33 @@ class Rollout:
         return torch.full((len(self.completion.ids),), self.advantage)
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class WeightedSample(TrainingSample):
+    """A training sample of an optimizer batch; each optimizer step makes its own.
+
+    For example, sample.as_kind(WeightedSample, place=(17, 0), weight=0.25) in a batch of four
+    loss tokens.
+    """
+
+    place: tuple[int, int]  # (prompt index, index in its group), unique in a run
+    weight: float  # factor of each token's loss (`normalization.py`)
+    high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
+    cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
+
+
+@dataclass(frozen=True)
 class Group:
     """All rollouts of one prompt; `prompt_index` counts the prompts of the run."""
 
     prompt_index: int
     prompt: Prompt
-    rollouts: list[Rollout]
+    rollouts: Sequence[Rollout]
+
+
+def regrouped(groups: Sequence[Group], rollouts: Iterable[Rollout]) -> list[Group]:
+    """Returns the groups with other rollouts, which are given in the same order."""
+    rest = iter(rollouts)
+    return [Group(g.prompt_index, g.prompt, [next(rest) for _ in g.rollouts]) for g in groups]
 
 
 class EpisodeStats(NamedTuple):
@@ -278,26 +314,19 @@ def rollout_stats(groups: Sequence[Group]) -> list[tuple[int, list[RolloutStats]
     return [(g.prompt_index, [RolloutStats.of(r) for r in g.rollouts]) for g in groups]
 
 
-NOT_STORED = (
-    "prompt", "completion", "advantage", "token_advantages", "ref_logprobs", "weight",
-    "high_entropy", "cov_selected",
-)  # fmt: skip
-
-
 def to_state(rollout: Rollout) -> dict[str, Any]:
     """Returns the fields of a rollout and its completion that differ from their defaults.
 
     The prompt is left out, since the stored entry identifies it by its index. Only the changes
-    that an environment or a rollout function has made to it are stored. Fields that each step
-    recomputes are left out too.
+    that an environment or a rollout function has made to it are stored.
     """
     state: dict[str, Any] = {}
-    for record in (rollout.completion, rollout):
-        for f in dataclasses.fields(record):
+    for record, kind in ((rollout.completion, Completion), (rollout, Rollout)):
+        for f in dataclasses.fields(kind):  # those of a TrainingSample are recomputed
             value = getattr(record, f.name)
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             is_default = value is default or (not isinstance(value, Tensor) and value == default)
-            if f.name not in NOT_STORED and not is_default:
+            if f.name not in ("prompt", "completion") and not is_default:
                 state[f.name] = value
     if "turns" in state:
         # Without their seconds, so that a resumed run stores the same as an uninterrupted one.
@@ -396,15 +425,17 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def dummy_rollout(*, reference: bool) -> Rollout:
-    """Returns a rollout that does not train, since no reward applies to it.
+def dummy_sample(prompt: Prompt, *, reference: bool) -> WeightedSample:
+    """Returns a sample that does not train, since no reward applies to it.
 
     Args:
         reference: whether it has log-probabilities under a reference, as the others have.
     """
-    return Rollout(
-        Prompt.from_ids([0]),
+    return WeightedSample(
+        prompt,
         Completion([0], [0.0], "stop"),
         text="",
         ref_logprobs=torch.zeros(1) if reference else None,
+        place=(-1, 0),
+        weight=0.0,
     )

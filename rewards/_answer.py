@@ -375,7 +375,7 @@ def _is_name(text: str) -> bool:
 
 def _has_letters(text: str) -> bool:
     bare = re.sub(r"\\([A-Za-z]+)", lambda c: " x " if c[1] in _GREEK else " ", text)
-    bare = re.sub(r'"[^"]*"\Z|(?<=[0-9}\s])(?:[A-Za-z]{2,}[\s.]?)+\Z', "", bare)
+    bare = re.sub(r'"[^"]*"\Z|(?<=[0-9}\s])[A-Za-z]{2,}(?:[\s.][A-Za-z]{2,})*[\s.]?\Z', "", bare)
     return re.search(r"(?<![A-Za-z])(?![ei](?![A-Za-z]))[A-Za-z]", bare) is not None
 
 

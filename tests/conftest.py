@@ -27,15 +27,16 @@ os.environ["HF_DATASETS_CACHE"] = os.environ["GRPO_CACHE"] + "/datasets"  # read
 import pytest
 import torch
 from hydra._internal.hydra import Hydra
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo_cli import cli
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.generation.vllm.weight_check import ComparedPrompt
 from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
-from grpo_cli.records import Completion, Group, Prompt, Rollout
+from grpo_cli.records import Completion, Group, Prompt, Rollout, WeightedSample
 from grpo_cli.scoring.calls import RewardExecutor
+from grpo_cli.scoring.scorer import Scorer, ScoringSession
 from grpo_cli.scoring.settings import Scoring
 from tests.composed import with_recipe
 from tests.tiers import pytest_runtest_call  # noqa: F401
@@ -167,18 +168,30 @@ def make_rollout(
     row: int = 0,
     reward: float = 0.0,
     parts: dict[str, float | None] | None = None,
-    advantage: float = 0.0,
-) -> Rollout:
+    is_sampled: list[bool] | None = None,
+    **fields: Any,
+) -> WeightedSample:
+    """A rollout of the most special kind; `fields` are others of `WeightedSample`."""
     ids = list(completion_ids)
-    return Rollout(
-        Prompt(row, list(prompt_ids), prompt, columns or {}),
-        Completion(ids, list(logprobs or [0.0] * len(ids)), finish_reason),
-        text,
-        reward_parts=parts or {},
-        reward=reward,
-        outcome_reward=reward,
-        advantage=advantage,
+    completion = Completion(
+        ids, list(logprobs or [0.0] * len(ids)), finish_reason, is_sampled=is_sampled
     )
+    own = {"reward": reward, "outcome_reward": reward, "place": (0, 0), "weight": 0.0}
+    own |= {"reward_parts": parts or {}} | fields
+    return WeightedSample(
+        Prompt(row, list(prompt_ids), prompt, columns or {}), completion, text, **own
+    )
+
+
+def score(
+    scorer: Scorer,
+    rollouts: Sequence[Rollout],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[list[Rollout], ScoringSession]:
+    """The rollouts with their rewards, and the session that scored them."""
+    session = scorer.begin()
+    session.add(rollouts)
+    return session.finish(rollouts, tokenizer), session
 
 
 def make_loss(args: dict[str, Any] | None = None, **settings: Any) -> Loss:
@@ -199,5 +212,5 @@ def as_scored(rows: Sequence[Sequence[int]]) -> list[ComparedPrompt]:
     return [ComparedPrompt(prompt, len(prompt.ids) - 1) for prompt in as_prompts(rows)]
 
 
-def make_group(position: int, rollouts: list[Rollout]) -> Group:
+def make_group(position: int, rollouts: Sequence[Rollout]) -> Group:
     return Group(position, rollouts[0].prompt, rollouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpo_cli.records import Completion, Rollout, Turn
@@ -41,6 +42,5 @@ def make_episode(
         "messages": MESSAGES,
     }
     ids = list(range(3, 3 + place))
-    r = make_rollout(completion_ids=ids, text="decoded")
-    r.completion = Completion(ids, [-0.5 * s for s in sampled], "stop", **fields | changes)
-    return r
+    completion = Completion(ids, [-0.5 * s for s in sampled], "stop", **fields | changes)
+    return replace(make_rollout(text="decoded"), completion=completion)

@@ -7,9 +7,10 @@ As a program it is started by torchrun and writes what the processes found toget
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.settings import Optimizer
-from grpo_cli.records import Group, rollout_stats
+from grpo_cli.records import Group, TrainingSample, regrouped, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import loop
 from grpo_cli.training.recovery import StepBatch
@@ -123,23 +124,32 @@ def make_groups() -> list[Group]:
         prompt = torch.randint(3, 200, (1 + position % 4,), generator=random).tolist()
         for j in range(3):
             length = 1 + (3 * position + 2 * j) % 8
-            r = make_rollout(prompt, torch.randint(3, 200, (length,), generator=random).tolist())
+            ids = torch.randint(3, 200, (length,), generator=random).tolist()
             noise = [0.1 * torch.randn(length, generator=random) for _ in range(3)]
             level = torch.full((length,), -5.6)  # about what a new model gives each of 259 tokens
-            r.old_logprobs, r.ref_logprobs = level + noise[0], level + noise[1]
-            r.completion.sampling_logprobs[:] = (r.old_logprobs + 0.3 * noise[2]).tolist()
-            r.advantage = (
-                torch.randn((), generator=random).item() if position not in (3, 4) else 0.0
+            old = level + noise[0]
+            no_signal = position in (3, 4)
+            r = make_rollout(
+                prompt,
+                ids,
+                logprobs=(old + 0.3 * noise[2]).tolist(),
+                old_logprobs=old,
+                ref_logprobs=level + noise[1],
+                advantage=0.0 if no_signal else torch.randn((), generator=random).item(),
+                reward=math.nan if (position, j) == (2, 0) else 1.0,
+                excluded=(position, j) == (1, 1),
             )
-            r.reward = 1.0
-            r.excluded = (position, j) == (1, 1)
-            if rollouts:
-                r.prompt = rollouts[0].prompt  # one object, as data.py and the generator leave it
-            rollouts.append(r)
+            # One prompt's object, as data.py and the generator leave it.
+            rollouts.append(replace(r, prompt=rollouts[0].prompt) if rollouts else r)
         groups.append(make_group(position, rollouts))
-    groups[2].rollouts[0].reward = float("nan")
-    for r in groups[5].rollouts:
-        r.token_advantages = torch.randn(len(r.completion.ids), generator=random)
+    of_steps = [
+        r.as_kind(
+            TrainingSample,
+            token_advantages=torch.randn(len(r.completion.ids), generator=random),
+        )
+        for r in groups[5].rollouts
+    ]
+    groups[5] = make_group(5, of_steps)
     return groups
 
 
@@ -215,8 +225,8 @@ def all_gradients(
         every = make()
         own = [g for g in every if g.prompt_index in {mine.prompt_index for mine in groups}]
         if not loss.beta:
-            for r in (r for g in own for r in g.rollouts):
-                r.ref_logprobs = None
+            samples = [r for g in own for r in g.rollouts]
+            own = regrouped(own, [r.as_kind(TrainingSample, ref_logprobs=None) for r in samples])
         own.sort(key=lambda g: [mine.prompt_index for mine in groups].index(g.prompt_index))
         step = Step(run, 0, recipe, Clock(workers.device))
         step.keep(StepBatch(own, dict(rollout_stats(every)), {}))

@@ -34,13 +34,10 @@ def image_groups(
             prompt = [{"role": "user", "content": prompt}]
         own = images.of_row(table, number, row, prompt, max_pixels)
         columns = other_columns(row) | own.columns
-        rollouts = [
-            make_rollout(prompt=own.prompt, columns=columns, row=number, text=f"{number}.{i}")
-            for i in range(samples)
-        ]
-        shared = dataclasses.replace(rollouts[0].prompt, images=own.images)
-        for rollout in rollouts:
-            rollout.prompt = shared
+        made = make_rollout(prompt=own.prompt, columns=columns, row=number)
+        shared = dataclasses.replace(made.prompt, images=own.images)
+        texts = [f"{number}.{i}" for i in range(samples)]
+        rollouts = [dataclasses.replace(made, prompt=shared, text=text) for text in texts]
         found.append(make_group(number, rollouts))
     return found
 

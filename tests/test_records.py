@@ -7,14 +7,13 @@ import torch
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.environments.protocol import ToolCall
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import counts_by_tool, dummy_rollout
+from grpo_cli.records import Prompt, counts_by_tool, dummy_sample
 from tests.conftest import CPU, make_rollout
 
 
 def test_collate_by_hand() -> None:
-    a = make_rollout([5], [7, 8, 2], logprobs=[-0.5, -0.25, -1.0], advantage=1.5)
-    b = make_rollout([3, 4, 6], [9], logprobs=[-2.0], advantage=-0.5)
-    a.weight, b.weight = 0.25, 0.125
+    a = make_rollout([5], [7, 8, 2], logprobs=[-0.5, -0.25, -1.0], advantage=1.5, weight=0.25)
+    b = make_rollout([3, 4, 6], [9], logprobs=[-2.0], advantage=-0.5, weight=0.125)
     batch = collate([a, b], CPU)
     assert batch.loss_mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
     assert batch.weights.tolist() == [[0.25, 0.25, 0.25], [0.125, 0.0, 0.0]]
@@ -31,12 +30,12 @@ def test_collate_by_hand() -> None:
 def test_collate_pads_what_some_rows_have_and_says_nan_where_one_has_not(name: str) -> None:
     a, b = make_rollout([5], [7, 8], reward=1.0), make_rollout([5], [7], reward=1.0)
     assert getattr(collate([a, b], CPU), name) is None
-    setattr(a, name, torch.tensor([-1.0, -2.0]))
+    a = replace(a, **{name: torch.tensor([-1.0, -2.0])})
     found = getattr(collate([a, b], CPU), name)
     assert found[0].tolist() == [-1.0, -2.0]
     assert found[1, 0].isnan()
     assert found[1, 1] == 0, "padding"
-    setattr(b, name, torch.tensor([-6.0], dtype=torch.float64))
+    b = replace(b, **{name: torch.tensor([-6.0], dtype=torch.float64)})
     found = getattr(collate([a, b], CPU), name)
     assert found.tolist() == [[-1.0, -2.0], [-6.0, 0.0]]
     assert found.dtype == torch.float32
@@ -45,25 +44,24 @@ def test_collate_pads_what_some_rows_have_and_says_nan_where_one_has_not(name: s
 def test_advantages_of_a_completion_are_those_of_its_tokens_if_steps_were_rewarded() -> None:
     a, b = make_rollout([5], [7, 8, 9], advantage=0.5), make_rollout([5], [7, 8], advantage=2.0)
     assert a.advantages.tolist() == [0.5, 0.5, 0.5]
-    a.token_advantages = torch.tensor([3.0, 2.0, 1.0])
+    a = replace(a, token_advantages=torch.tensor([3.0, 2.0, 1.0]))
     assert a.advantages.tolist() == [3.0, 2.0, 1.0], "the completion's own is part of them"
     assert collate([a, b], CPU).advantages.tolist() == [[3.0, 2.0, 1.0], [2.0, 2.0, 0.0]]
 
 
 def test_tokens_that_a_tool_wrote_do_not_train() -> None:
-    a = make_rollout([5], [7, 8, 9, 2], logprobs=[-0.5, 0.0, 0.0, -1.0], reward=1.0)
-    b = make_rollout([5], [7, 8], reward=1.0)
-    a.completion = replace(a.completion, is_sampled=[True, False, False, True])
-    a.weight, b.weight = 0.5, 0.25
+    sampled = [True, False, False, True]
+    a = make_rollout([5], [7, 8, 9, 2], reward=1.0, weight=0.5, is_sampled=sampled)
+    b = make_rollout([5], [7, 8], reward=1.0, weight=0.25)
     assert (a.loss_tokens, b.loss_tokens) == (2, 2)
     batch = collate([a, b], CPU)
     assert batch.loss_mask.tolist() == [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     assert batch.weights.tolist() == [[0.5, 0.0, 0.0, 0.5], [0.25, 0.25, 0.0, 0.0]]
     assert collate([b, a], CPU).loss_mask.tolist() == batch.loss_mask.flip(0).tolist()
-    a.excluded = True
+    a = replace(a, excluded=True)
     assert a.loss_tokens == 0
     assert collate([a, b], CPU).loss_mask[0].tolist() == [0.0] * 4
-    b.completion = replace(b.completion, is_sampled=[False, False])
+    b = replace(b, completion=replace(b.completion, is_sampled=[False, False]))
     assert b.loss_tokens == 0
     assert collate([b], CPU).loss_mask.tolist() == [[0.0, 0.0]]
 
@@ -91,7 +89,7 @@ def test_a_rollout_without_a_reward_trains_on_nothing() -> None:
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_placeholder_trains_on_nothing_and_fits_what_is_computed(reference: bool) -> None:
-    nothing = dummy_rollout(reference=reference)
+    nothing = dummy_sample(Prompt.from_ids([0]), reference=reference)
     assert nothing.loss_tokens == 0
     batch = collate([nothing], CPU)
     assert batch.loss_mask.tolist() == [[0.0]]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -30,7 +31,7 @@ from grpo_cli.algorithm.settings import Advantage
 from grpo_cli.algorithm.variants import RULES as RULES
 from grpo_cli.algorithm.variants import advantage_rule, find
 from grpo_cli.config.knob import Arg
-from grpo_cli.records import Group
+from grpo_cli.records import Group, Rollout
 
 EPS = 1e-4  # keeps division by a standard deviation finite; TRL's value
 TINY = 1e-12  # likewise where the paper has no such constant; rounding errors are smaller
@@ -336,29 +337,43 @@ def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
     return high - low <= ROUNDING * magnitude
 
 
-def level_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> None:
-    """Sets the rewards of a group to one value if they differ only by rounding.
+def settled(
+    groups: Sequence[Group], weights: Mapping[str, float], mask_truncated: bool
+) -> list[Group]:
+    """Returns scored groups as training takes them: see `leveled` and `loss.mask_truncated`."""
+    return [
+        replace(
+            g,
+            rollouts=[
+                replace(r, excluded=mask_truncated and r.completion.finish_reason == "length")
+                for r in leveled(g.rollouts, weights)
+            ],
+        )
+        for g in groups
+    ]
+
+
+def leveled(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> list[Rollout]:
+    """Returns a group's rollouts with equal rewards if their rewards differ only by rounding.
 
     Later code can then compare these rewards exactly.
 
     Args:
         weights: weight of each reward function, by name.
     """
-    for g in groups:
-        scored = [r for r in g.rollouts if r.is_scored]
-        magnitudes = [
-            sum(abs(weights[name] * (v or 0.0)) for name, v in r.reward_parts.items())
-            for r in scored
-        ]
-        magnitude = torch.tensor(max(magnitudes, default=0.0), dtype=torch.float64)
-        for name in ("reward", "outcome_reward"):
-            values = torch.tensor([getattr(r, name) for r in scored], dtype=torch.float64)
-            if not scored or not all_equal(values, magnitude):
-                continue
-            largest = values.nan_to_num(nan=-torch.inf).max().item()
-            for r, value in zip(scored, values.tolist(), strict=True):
-                if not math.isnan(value):
-                    setattr(r, name, largest)
+    magnitudes = [
+        sum(abs(weights[name] * (v or 0.0)) for name, v in r.reward_parts.items()) for r in rollouts
+    ]
+    magnitude = torch.tensor(max(magnitudes, default=0.0), dtype=torch.float64)
+    found = list(rollouts)
+    for name in ("reward", "outcome_reward"):
+        known = [v for r in rollouts if not math.isnan(v := getattr(r, name))]
+        if known and all_equal(torch.tensor(known, dtype=torch.float64), magnitude):
+            found = [
+                r if math.isnan(getattr(r, name)) else replace(r, **{name: max(known)})
+                for r in found
+            ]
+    return found
 
 
 def _finished(advantages: Tensor, rewards: Tensor) -> Tensor:

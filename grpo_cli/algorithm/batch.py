@@ -1,4 +1,4 @@
-"""Collates rollouts into the tensors that the loss reads for a micro-batch.
+"""Collates samples into the tensors that the loss reads for a micro-batch.
 
 Masks come from lengths and sampling, never from `ids != pad`, since a model may sample its pad
 token.
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.records import Rollout, on_device, sampled_mask
+from grpo_cli.records import WeightedSample, on_device, sampled_mask
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of the loss for B rollouts, except the current policy's log-probabilities.
+    """The inputs of the loss for B samples, except the current policy's log-probabilities.
 
     C is the longest completion; shorter ones are padded on the right. Log-probabilities and
     selections are 0 on tokens that do not train.
@@ -49,11 +49,11 @@ class Batch:
         return torch.where(self.old_logprobs.isnan(), current, self.old_logprobs)
 
 
-def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
-    """Pads B rollouts into a `Batch` on `device`."""
-    width = max(len(r.completion.ids) for r in rollouts)
-    trains = torch.tensor([[r.loss_tokens > 0] for r in rollouts])
-    loss_mask = (sampled_mask(rollouts) & trains).float()  # [B, C]
+def collate(samples: Sequence[WeightedSample], device: torch.device) -> Batch:
+    """Pads B samples into a `Batch` on `device`."""
+    width = max(len(s.completion.ids) for s in samples)
+    trains = torch.tensor([[s.loss_tokens > 0] for s in samples])
+    loss_mask = (sampled_mask(samples) & trains).float()  # [B, C]
     masked = loss_mask == 0
 
     def rows(values: Iterable[Any]) -> Tensor:
@@ -66,16 +66,16 @@ def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
         padded = rows(absent if v is None else v for v in values)
         return on_device(padded.masked_fill(masked, 0.0), device)
 
-    sampling_logprobs = rows(r.completion.sampling_logprobs for r in rollouts)
+    sampling_logprobs = rows(s.completion.sampling_logprobs for s in samples)
     return Batch(
         loss_mask=on_device(loss_mask, device),
-        weights=on_device(loss_mask * torch.tensor([[r.weight] for r in rollouts]), device),
-        advantages=on_device(rows(r.advantages for r in rollouts), device),
+        weights=on_device(loss_mask * torch.tensor([[s.weight] for s in samples]), device),
+        advantages=on_device(rows(s.advantages for s in samples), device),
         sampling_logprobs=on_device(sampling_logprobs.masked_fill(masked, 0.0), device),
-        old_logprobs=masked_rows([r.old_logprobs for r in rollouts]),
-        ref_logprobs=masked_rows([r.ref_logprobs for r in rollouts]),
-        high_entropy=masked_rows([r.high_entropy for r in rollouts]),
-        cov_selected=masked_rows([r.cov_selected for r in rollouts]),
+        old_logprobs=masked_rows([s.old_logprobs for s in samples]),
+        ref_logprobs=masked_rows([s.ref_logprobs for s in samples]),
+        high_entropy=masked_rows([s.high_entropy for s in samples]),
+        cov_selected=masked_rows([s.cov_selected for s in samples]),
     )
 
 

@@ -25,7 +25,7 @@ from grpo_cli.checkpoints.paths import TRAINING, shown, step_of
 from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, typed_line
 
 MANIFEST = f"{TRAINING}/manifest.json"
 CARD = "README.md"
@@ -272,8 +272,7 @@ def reason(error: BaseException, folder: Path, needed: int) -> str:
                 free = ""
             where = f" ({shown(folder)}: {free}about {in_words(needed)} needed)"
         return f"{error.strerror}{where}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return typed_line(error)
 
 
 def in_words(size: float) -> str:

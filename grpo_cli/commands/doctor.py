@@ -38,7 +38,7 @@ from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.interpolation import SECRET, publishable
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
-from grpo_cli.errors import TrainingError, UserError, nearest
+from grpo_cli.errors import TrainingError, UserError, first_line, nearest, typed_line
 
 USAGE = """\
 grpo doctor [recipe=NAME] [key=value ...]
@@ -116,9 +116,7 @@ def main(argv: list[str]) -> None:
                 print(line(finding), flush=True)
                 broken += [finding.name] * (finding.status == BROKEN)
         except (Exception, SystemExit) as error:  # any error of a check becomes a line
-            first = (str(error).splitlines() or [""])[0][:200]
-            said = f"cannot be found out: {type(error).__name__}: {first}"
-            print(line(Line(section, said, NOTE)))
+            print(line(Line(section, f"cannot be found out: {typed_line(error)[:200]}", NOTE)))
     print("\n! broken   * may matter   -> what to do")
     print("Paste all of this into a bug report. Secrets and your home folder are left out.")
     if broken:
@@ -255,8 +253,8 @@ def hub() -> Iterator[Line]:
     try:
         HfApi().model_info("openai-community/gpt2", timeout=10)
     except Exception as error:  # from any of several libraries
-        first = (str(error).splitlines() or [type(error).__name__])[0][:150]
-        yield Line("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
+        said = f"{constants.ENDPOINT} does not answer: {first_line(error)[:150]}"
+        yield Line("hub", said, NOTE)
     else:
         yield Line("hub", f"{constants.ENDPOINT} answers")
 

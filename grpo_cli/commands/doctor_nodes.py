@@ -39,7 +39,7 @@ import grpo_cli.rewards
 from grpo_cli import __version__
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import option, options_as_words, parse, split
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, counted, first_line
 
 GB = 1e9
 PORT = 29400  # default port of the store
@@ -298,11 +298,7 @@ def join(settings: NodesOptions) -> Any:
                 f"{settings.name}: cannot reach {first} at {host}:{port} within "
                 f"{settings.timeout:g} s: {first} has not started, or a firewall is between"
             )
-        raise TrainingError(f"doctor: {text}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no answer"])[0][:200]
+        raise TrainingError(f"doctor: {text}: {first_line(error)}") from error
 
 
 def put(store: Any, key: str, value: Any) -> None:
@@ -355,8 +351,8 @@ def lead(settings: NodesOptions) -> None:
         print(f"doctor: {problem}", flush=True)
     if problems:
         raise TrainingError(
-            f"doctor: {len(problems)} thing{'s' * (len(problems) > 1)} to put right before "
-            f"{len(settings.names)} node{'s' * (len(settings.names) > 1)} can train together"
+            f"doctor: {counted(len(problems), 'thing')} to put right before "
+            f"{counted(len(settings.names), 'node')} can train together"
         )
     equal, free = reports[0]["equal"], min(f["free"] for f in reports.values())
     print(
@@ -386,7 +382,7 @@ def follow(settings: NodesOptions) -> None:
             put(store, f"left/{rank}", True)
     except RuntimeError as error:  # torch.distributed.DistError is one
         raise TrainingError(
-            f"doctor: {settings.name}: lost {settings.names[0]}: {_first_line(error)}"
+            f"doctor: {settings.name}: lost {settings.names[0]}: {first_line(error)}"
         ) from error
     if verdict:
         sys.exit(1)  # the first node has printed why
@@ -408,7 +404,7 @@ def sum_over_nodes(settings: NodesOptions, store: Any) -> str:
         return "" if ones.item() == size else f"the sum over {size} nodes is {ones.item():g}"
     except (RuntimeError, ValueError) as error:
         return (
-            f"the sum over all nodes by gloo failed: {_first_line(error)} (GLOO_SOCKET_IFNAME "
+            f"the sum over all nodes by gloo failed: {first_line(error)} (GLOO_SOCKET_IFNAME "
             "names the interface to use)"
         )
     finally:

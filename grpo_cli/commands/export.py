@@ -24,7 +24,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, options_as_words, parse, split
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, first_line, typed_line
 from grpo_cli.files import read_yaml, reading
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Model
@@ -215,8 +215,7 @@ def sharded(path: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
         shards = Shards(path)
     except Exception as error:  # a torn or forged index can raise anything
         raise UserError(
-            f"checkpoint = {path}: the index of its shards cannot be read: "
-            f"{type(error).__name__}: {error}"
+            f"checkpoint = {path}: the index of its shards cannot be read: {typed_line(error)}"
         ) from error
     separate = path / checkpointer.MODEL
     files = separate if separate.is_dir() else path
@@ -228,8 +227,7 @@ def sharded(path: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
             skeleton = transformers.AutoModelForCausalLM.from_config(config, **code)
         skeleton.stored_dtype = dtype or config.dtype
     except (ValueError, ImportError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"{files}/config.json: cannot be loaded: {first}") from error
+        raise UserError(f"{files}/config.json: cannot be loaded: {first_line(error)}") from error
     names = shards.names("model")
     return model_folder.as_published(skeleton, names, checkpointer.StoredModel(shards, {})), files
 

@@ -56,9 +56,7 @@ def main(argv: list[str]) -> None:
         TrainingError: the engine failed.
         CannotLearn: the run cannot learn as it stands.
     """
-    options, words = split_options(argv)
-    if {"-m", "--multirun"} & {*options}:
-        raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
+    options, words = split_options(argv, "grpo probe: probes one recipe")
     own, rest = split(ProbeOptions, words)
     settings = parse(ProbeOptions, own)
     check_recipe_words(ProbeOptions, rest)

@@ -73,10 +73,8 @@ HELP = USAGE + described(ScoreOptions)
 
 def main(argv: list[str]) -> None:
     """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions."""
-    options, words = split_options(argv)
+    options, words = split_options(argv, "grpo score: scores once")
     has_recipe = any(w.startswith("recipe=") for w in words)
-    if {"-m", "--multirun"} & {*options}:
-        raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
     own, rest = split(ScoreOptions, words)
     if any(o.partition("=")[0] in SHOWING for o in options):
         compose_and_call([*rest, *options], lambda cfg: None, BARE)

@@ -27,7 +27,7 @@ from grpo_cli.config.words import (
     split,
     unknown,
 )
-from grpo_cli.errors import Stopped, TrainingError, UserError
+from grpo_cli.errors import Stopped, TrainingError, UserError, counted
 from grpo_cli.generation.vllm import lora, server_key
 from grpo_cli.generation.vllm.checks import REFUSED_ANYWHERE
 from grpo_cli.generation.vllm.launch import (
@@ -85,9 +85,7 @@ HELP = f"{USAGE}{described(ServerSettings, names=MAIN)}\n`grpo help serve` lists
 
 def main(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model, or with that of a recipe."""
-    options, words = split_options(argv)
-    if {"-m", "--multirun"} & {*options}:
-        raise UserError("grpo serve: serves one model; -m is for grpo train and grpo eval.")
+    options, words = split_options(argv, "grpo serve: serves one model")
     settings, rest = split_words(words)
     if options and not rest:
         raise UserError(f"{options[0]}: is an option of recipes; add recipe=NAME.")
@@ -178,10 +176,8 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         raise UserError(f"transfer = {transfer}: needs a GPU; use gloo or disk.")
     wanted = settings.tensor_parallel * settings.data_parallel
     if gpus and wanted > gpus:
-        raise UserError(
-            f"tensor_parallel x data_parallel = {wanted}: this machine shows {gpus} "
-            f"GPU{'s' if gpus > 1 else ''} (CUDA_VISIBLE_DEVICES)."
-        )
+        shown = f"this machine shows {counted(gpus, 'GPU')} (CUDA_VISIBLE_DEVICES)"
+        raise UserError(f"tensor_parallel x data_parallel = {wanted}: {shown}.")
     return dataclasses.replace(plan, dtype=settings.dtype or dtype, transfer=transfer)
 
 

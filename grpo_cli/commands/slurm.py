@@ -29,7 +29,7 @@ from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.knob import knob
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import check_recipe_words, described, parse, split
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, counted
 from grpo_cli.files import read_text
 
 LEAST_GRACE = 30  # seconds; a shorter time is not enough to end a step and save
@@ -243,9 +243,8 @@ def script(settings: SlurmOptions, words: Sequence[str], place: Place, command: 
     s = settings
     gpus = s.gpus_per_node or 0
     processes = gpus or s.processes_per_node or 1
-    kinds = [f"{s.nodes} node{'s' * (s.nodes > 1)} train"]
-    if s.vllm_nodes:
-        kinds.append(f"{s.vllm_nodes} node{'s' * (s.vllm_nodes > 1)} sample")
+    kinds = [f"{counted(s.nodes, 'node')} train"]
+    kinds += [f"{counted(s.vllm_nodes, 'node')} sample"] * bool(s.vllm_nodes)
     recipe = next((Path(w.partition("=")[2]).stem for w in words if w.startswith("recipe=")), "run")
     name = s.job_name or "grpo-" + re.sub(r"[^\w.-]+", "-", recipe)
     whole = s.cpus_per_task is None
@@ -308,9 +307,7 @@ def _quoted(option: str) -> str:
 
 def main(argv: list[str]) -> None:
     """Composes the recipe, checks it, writes the script and may submit it."""
-    options, words = split_options(argv)
-    if {"-m", "--multirun"} & {*options}:
-        raise UserError("grpo slurm: writes one job; run it once for each of a sweep's choices.")
+    options, words = split_options(argv, "grpo slurm: writes one job")
     submits = "--submit" in options
     options = [o for o in options if o != "--submit"]
     settings, rest = split_words(words)

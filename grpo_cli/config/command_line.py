@@ -106,11 +106,16 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Splits off options with their values; Hydra's parser wants the overrides in one stretch."""
+def split_options(argv: Iterable[str], once: str = "") -> tuple[list[str], list[str]]:
+    """Splits off options with their values; Hydra's parser wants the overrides in one stretch.
+
+    A command that refuses sweeps says what it does `once`.
+    """
     options: list[str] = []
     rest: list[str] = []
     for argument in as_words(argv):
         is_value = bool(options) and options[-1] in VALUED_OPTIONS and "=" not in argument
         (options if argument.startswith("-") or is_value else rest).append(argument)
+    if once and {"-m", "--multirun"} & {*options}:
+        raise UserError(f"{once}; -m is for grpo train and grpo eval.")
     return options, rest

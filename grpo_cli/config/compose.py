@@ -44,7 +44,7 @@ from grpo_cli.config.knob import as_written, flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
 from grpo_cli.distributed.settings import Distributed
-from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.errors import UserError, listed, nearest, typed_line
 from grpo_cli.files import read_yaml, reason
 from grpo_cli.generation.settings import Generation, Vllm
 from grpo_cli.models.settings import Adapter, Build, Model
@@ -182,7 +182,7 @@ def compose_and_call(
     except (HydraException, OmegaConfBaseException):  # explained by `error_message`
         raise
     except Exception as error:  # raised by Hydra; errors of `task` are stored in `raised`
-        cause = f"{type(error).__name__}: {parsing.first_line(error)}"
+        cause = typed_line(error)
         raise UserError(f"recipe = {shown}: cannot be composed: {cause}.") from error
     except SystemExit as done:  # raised by --help
         if done.code:

@@ -33,7 +33,7 @@ from grpo_cli.config.renamed import other_names
 from grpo_cli.config.schedules import Schedule
 from grpo_cli.config.sources import has_splits
 from grpo_cli.data.settings import HeldOut, MixturePart
-from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.errors import UserError, first_line, listed, nearest
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.settings import Callback
@@ -395,10 +395,3 @@ def nearest_key(key: str, known: Collection[str] = ()) -> str:
 
 def _initials(name: str) -> str:
     return "".join(word[0] for word in name.split("_"))
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if lines[0].endswith(":") and len(lines) > 1:  # Hydra's; line 2 has the reason
-        lines[0] += f" {lines[1].strip()}"
-    return lines[0].strip().rstrip(".")

@@ -124,6 +124,11 @@ class Recipe(RunSettings):
         return sorted(names, key=lambda name: name != self.eval.accuracy)
 
     @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward, by name."""
+        return {name: reward.weight for name, reward in self.reward.items()}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the run has, or a schedule will add, a KL to a reference."""
         schedule = self.schedules.get("loss.beta")

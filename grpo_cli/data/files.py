@@ -6,7 +6,6 @@ strings into dates and adds the keys of other rows' objects.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import glob
 import gzip
@@ -327,24 +326,8 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
                         yield values
         except json.JSONDecodeError as error:
             wrong.append(f"line {error.lineno}: {reason(error)}")
-        except UnicodeDecodeError as error:
-            raise _no_utf_8(path, key, error) from error
     if wrong:
         raise UserError(f"{key} = {path}, {first_three(wrong)}.")
-
-
-def _no_utf_8(path: Path, key: str, error: UnicodeDecodeError) -> UserError:
-    """Returns the error for a file that is not UTF-8, with the first invalid line.
-
-    Files are decoded in blocks, and the decoder's error holds only the position in a block.
-    """
-    lines = 0
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file, contextlib.suppress(UnicodeDecodeError):
-        for line in file:
-            lines += 1
-            line.decode()
-    return UserError(f"{key} = {path}, line {lines}: is not UTF-8 text ({error.reason}).")
 
 
 def _parse(text: str) -> Any:
@@ -385,21 +368,18 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
     opener = gzip.open if path.suffix == ".gz" else open
     number, wrong = -1, list[str]()
     with reading(f"{key} = {path}"), opener(path, "rt", encoding=ENCODING, newline="") as file:
-        try:
-            reader = csv.DictReader(file, strict=True)
-            names = reader.fieldnames or []
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise UserError(
-                    f"{key} = {path}: the header has the column {twice[0]!r} twice; rename one."
-                )
-            for number, row in enumerate(reader):
-                if None in row or None in row.values():
-                    got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
-                    wrong.append(f"row {number}: has {got} fields")
-                elif not wrong:
-                    yield row
-        except UnicodeDecodeError as error:
-            raise _no_utf_8(path, key, error) from error
+        reader = csv.DictReader(file, strict=True)
+        names = reader.fieldnames or []
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(
+                f"{key} = {path}: the header has the column {twice[0]!r} twice; rename one."
+            )
+        for number, row in enumerate(reader):
+            if None in row or None in row.values():
+                got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
+                wrong.append(f"row {number}: has {got} fields")
+            elif not wrong:
+                yield row
     if wrong:
         raise UserError(f"{key} = {path}, {first_three(wrong)}; the header has {len(names)}.")
     if number < 0:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from grpo_cli.evaluation.settings import Eval
 from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
-from grpo_cli.records import Group, Prompt, Rollout
+from grpo_cli.records import Group, Prompt, Rollout, regrouped
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import metrics_of
 
@@ -111,8 +111,10 @@ class Evaluator:
                 done += workers.size
                 if task.benchmark is not None:
                     asks = asking(task.benchmark)
-                    for r in group.rollouts:
-                        r.text = judged_text(r, task.benchmark.stop, asks)
+                    stop = task.benchmark.stop
+                    texts = [judged_text(r, stop, asks) for r in group.rollouts]
+                    rollouts = map(lambda r, text: replace(r, text=text), group.rollouts, texts)
+                    group = replace(group, rollouts=[*rollouts])
                 if journal is not None:
                     journal.completed(task.label, group.rollouts)
                 progress(min(done, len(task.prompts)), "rows completed")
@@ -124,7 +126,8 @@ class Evaluator:
         with interruptible(False), workers.raise_together():
             for start in range(0, len(groups), size):
                 chunk = groups[start : start + size]
-                session.finish([r for g in chunk for r in g.rollouts], self.tokenizer)
+                scored = session.finish([r for g in chunk for r in g.rollouts], self.tokenizer)
+                groups[start : start + size] = regrouped(chunk, scored)
                 progress(min((start + len(chunk)) * workers.size, len(task.prompts)), "scored")
         with workers.raise_together():
             facts = self._facts(task, groups)

@@ -102,8 +102,7 @@ def completion_rows(result: TaskResult, images: bool) -> Iterator[dict[str, Any]
         pictures = images_cell(group.prompt) if images else None
         for sample, r in enumerate(group.rollouts):
             row = completion_row(0, group, sample, pictures)
-            for name in ("step", "advantage", "token_advantages"):
-                del row[name]
+            del row["step"]
             yield (
                 {"benchmark": task.name, "mode": task.mode}
                 | row

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.config import sources
-from grpo_cli.config.parsing import first_line
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import full_tensor, offload
-from grpo_cli.errors import UserError, nearest
+from grpo_cli.errors import UserError, first_line, nearest
 from grpo_cli.files import read_json, reading
 from grpo_cli.models import quantization
 from grpo_cli.models.settings import Adapter

@@ -36,6 +36,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_cli.errors import typed_line
 from grpo_cli.models.families import ATTENTION_EXTRAS, window_of
 from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
 from grpo_cli.models.kernels.arithmetic import merge as merge
@@ -68,7 +69,7 @@ def mismatch(attempt: Callable[[], object]) -> str | None:
     except Exception as error:  # a model's code may raise anything
         if is_out_of_memory(error):
             raise
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return typed_line(error)
     return None
 
 

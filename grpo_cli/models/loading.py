@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import UserError, nearest
+from grpo_cli.errors import UserError, first_line, nearest
 from grpo_cli.files import LONGEST, read_json, read_text, reading
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
@@ -273,7 +273,7 @@ def explained(path: str | Path) -> Iterator[None]:
         yield
     except FAILURES as error:
         check_files(Path(path))
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = first_line(error)
         if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
             reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
         elif reason.startswith("We couldn't connect"):

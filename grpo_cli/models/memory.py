@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -87,7 +87,7 @@ class MicroBatchBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
             # After the except block: the traceback, whose frames held memory, has been freed.
             undo()
             release()

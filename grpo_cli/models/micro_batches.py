@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
-from grpo_cli.records import Rollout, dummy_rollout
+from grpo_cli.records import Prompt, R, Rollout, WeightedSample, dummy_sample
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class MicroBatcher:
     """Applies a function to micro-batches; retries with fewer tokens when memory runs out.
 
     With sharded models the processes run in lockstep. All compute the same number of micro-batches,
-    with a dummy rollout if they have no more, and none can repeat one alone. Each also encodes
-    images in every micro-batch, if necessary the dummy rollout's.
+    with a dummy if they have no more, and none can repeat one alone. Each also encodes
+    images in every micro-batch, if necessary the dummy's.
     """
 
     def __init__(
@@ -54,17 +54,15 @@ class MicroBatcher:
         self.asked = [policy] if reference is None else [policy, reference.logprobs]
 
     @cached_property
-    def dummy_rollout(self) -> Rollout:
-        """The rollout of a process that has none left while other processes do."""
-        dummy = dummy_rollout(reference=self.has_reference)
-        if self.vision is not None:
-            dummy.prompt = self.vision.dummy_prompt()
-        return dummy
+    def dummy(self) -> WeightedSample:
+        """The sample of a process that has none left while other processes do."""
+        prompt = Prompt.from_ids([0]) if self.vision is None else self.vision.dummy_prompt()
+        return dummy_sample(prompt, reference=self.has_reference)
 
     def map(
         self,
-        compute: Callable[[list[Rollout]], T],
-        rollouts: Sequence[Rollout],
+        compute: Callable[[list[R]], T],
+        rollouts: Sequence[R],
         policy_logprobs: PolicyLogprobs,
         undo: Callable[[], None] = lambda: None,
     ) -> list[T]:
@@ -102,8 +100,8 @@ class MicroBatcher:
 
     def map_each(
         self,
-        compute: Callable[[list[Rollout]], list[T]],
-        rollouts: Sequence[Rollout],
+        compute: Callable[[list[R]], list[T]],
+        rollouts: Sequence[R],
         policy_logprobs: PolicyLogprobs,
     ) -> list[T]:
         """Returns one value for each rollout, in order.
@@ -114,7 +112,7 @@ class MicroBatcher:
         numbers = {id(r): i for i, r in enumerate(rollouts)}
         found: dict[int, T] = {}
 
-        def keep(micro_batch: list[Rollout]) -> None:
+        def keep(micro_batch: list[R]) -> None:
             for r, value in zip(micro_batch, compute(micro_batch), strict=True):
                 found[numbers.get(id(r), -1)] = value  # -1: a dummy
 
@@ -122,19 +120,20 @@ class MicroBatcher:
         return [found[i] for i in range(len(rollouts))]
 
     def _split(
-        self, rollouts: Sequence[Rollout], policy_logprobs: PolicyLogprobs, max_tokens: int
-    ) -> Iterator[list[Rollout]]:
+        self, rollouts: Sequence[R], policy_logprobs: PolicyLogprobs, max_tokens: int
+    ) -> Iterator[list[R]]:
         """Yields micro-batches; in lockstep, the same number on every process."""
         if self.vision is not None:
-            max_tokens = max(max_tokens - length(self.dummy_rollout), 1)
-        own = list(policy_logprobs.micro_batches(rollouts, max_tokens))
+            max_tokens = max(max_tokens - length(self.dummy), 1)
+        dummy = cast(R, self.dummy)  # the most special kind of rollout
+        own = cast(list[list[R]], [*policy_logprobs.micro_batches(rollouts, max_tokens)])
         most = int(self.workers.lockstep_max(len(own)))
-        for micro_batch in (*own, *[[self.dummy_rollout]] * (most - len(own))):
+        for micro_batch in (*own, *[[dummy]] * (most - len(own))):
             heartbeat.beat()  # a process may be interrupted here
             if self.workers.runs_in_lockstep:  # all processes are interrupted together
                 self.interrupts.interrupt_together()
             if self.vision is not None and not has_images(r.prompt for r in micro_batch):
-                micro_batch = [*micro_batch, self.dummy_rollout]
+                micro_batch = [*micro_batch, dummy]
             yield micro_batch
 
     def drop_dummy_gradients(self, rollouts: Sequence[Rollout]) -> None:

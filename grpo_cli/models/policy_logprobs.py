@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp, heartbeat
+from grpo_cli.errors import first_line
 from grpo_cli.models import attention, packing, self_check
 from grpo_cli.models.attention import mismatch
 from grpo_cli.models.families import (
@@ -427,5 +428,6 @@ def explained() -> Iterator[None]:
         yield
     except TorchDynamoException as error:
         cause = getattr(error, "inner_exception", error)  # the backend's own exception
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise attention.UnsupportedModelError(f"torch.compile fails: {reason}") from error
+        raise attention.UnsupportedModelError(
+            f"torch.compile fails: {first_line(cause)}"
+        ) from error

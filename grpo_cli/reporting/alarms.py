@@ -5,12 +5,10 @@ An alarm is a rule for one number of a step, with a sentence:
     Level   the value is beyond a fixed limit
     Shift   the value is far from the median of earlier steps of this run
 
-A rule holds once its condition is met in `steps` measurements in a row. It holds until the metric
-has been back in its usual range for as many measurements. That range is narrower than the
-condition, so that a metric that swings around the limit causes one episode, not many. A step in
-which the metric was not measured changes nothing. An alarm is raised once per episode: it is
-printed, and written as a line of alarms.jsonl. To add one, add an entry below and its row to
-docs/alarms.md.
+A rule holds once its condition is met in `steps` measurements in a row, until it is not met in as
+many. A step in which the metric was not measured changes nothing. An alarm is raised once in such
+an episode: it is printed, and written as a line of alarms.jsonl. To add one, add an entry below and
+its row to docs/alarms.md.
 """
 
 from __future__ import annotations
@@ -32,16 +30,6 @@ Metrics = Mapping[str, float]
 Value = Callable[[Metrics], float | None]  # the number of a step; None: it was not measured
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """A measured value against the limits of its rule."""
-
-    value: float
-    is_beyond: bool
-    is_usual: bool  # far enough from the limit for the episode to end
-    usual: float = math.nan  # the median of earlier steps, for a Shift
-
-
 @dataclass
 class WatchState:
     """The progress of a rule, which a checkpoint stores."""
@@ -49,31 +37,20 @@ class WatchState:
     rule: str = ""  # its parameters; a rule with other ones starts over
     values: list[float] = field(default_factory=list)  # earlier values, for a Shift
     beyond: int = 0  # measurements in a row
-    usual: int = 0
+    usual: int = 0  # measurements in a row that are not beyond
     holds: bool = False
 
 
 @dataclass(frozen=True)
 class Level:
-    """A value is beyond a fixed limit: at or above `above`, or at or below `below`.
-
-    Args:
-        calm: limit that ends an episode when the value crosses it; None: the limit itself.
-        steps: measurements in a row.
-    """
+    """A value is beyond a fixed limit: at or above `above`, or at or below `below`."""
 
     above: float = math.inf
     below: float = -math.inf
-    calm: float | None = None
-    steps: int = 1
+    steps: int = 1  # measurements in a row
 
-    def judge(self, value: float, state: WatchState) -> Judgement:
-        """Compares a value with the limit."""
-        limit = self.above if self.above < math.inf else self.below
-        calm = limit if self.calm is None else self.calm
-        if self.above < math.inf:
-            return Judgement(value, value >= limit, value < calm)
-        return Judgement(value, value <= limit, value > calm)
+    def is_beyond(self, value: float, state: WatchState) -> bool:
+        return value >= self.above or value <= self.below
 
 
 @dataclass(frozen=True)
@@ -81,14 +58,14 @@ class Shift:
     """A value is far from the median of earlier values.
 
     The limit is the larger of median · factor and median + added. With a factor below 1 it is
-    median · factor, and smaller values are beyond it. An episode ends half way back to the median.
-    Values beyond the limit do not enter the window, since a lasting change would then become usual.
+    median · factor, and smaller values are beyond it. Values beyond the limit do not enter the
+    window, since a lasting change would then become usual.
 
     Args:
         added: smallest difference to the median, in the metric's unit.
         window: number of earlier values.
         first: the window holds the first values of the run rather than the last ones.
-        least: number of earlier values below which nothing is judged.
+        least: number of earlier values below which nothing is beyond.
         steps: measurements in a row.
     """
 
@@ -99,16 +76,17 @@ class Shift:
     least: int = 10
     steps: int = 3
 
-    def judge(self, value: float, state: WatchState) -> Judgement | None:
-        """Compares a value with the limit; returns None if earlier values give no limit."""
-        usual = median(state.values) if len(state.values) >= self.least else math.nan
-        if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
-            return None
+    def is_beyond(self, value: float, state: WatchState) -> bool:
+        """Compares a value with the earlier ones; adds it to them if it is not beyond."""
+        values = state.values
+        usual = median(values) if len(values) >= self.least else math.nan
         if self.factor < 1:
-            limit = usual * self.factor
-            return Judgement(value, value < limit, value > (usual + limit) / 2, usual)
-        limit = max(usual * self.factor, usual + self.added)
-        return Judgement(value, value > limit, value < (usual + limit) / 2, usual)
+            found = value < usual * self.factor
+        else:  # no multiple of 0 is a limit
+            found = value > max(usual * self.factor, usual + self.added) > 0
+        if not found and math.isfinite(value) and not (self.first and len(values) >= self.window):
+            state.values = [*values, value][-self.window :]
+        return found
 
 
 @dataclass(frozen=True)
@@ -120,27 +98,19 @@ class Watch:
     value: str | Value  # a metric, or a number that is computed from several
     text: str = ""  # sentence of an alarm, in which {value} and {usual} are filled in
 
-    def follow(self, state: WatchState, metrics: Metrics) -> Judgement | None:
-        """Follows one step; returns the judgement if an episode begins, else None."""
+    def follow(self, state: WatchState, metrics: Metrics) -> str | None:
+        """Follows one step; returns the alarm's sentence if an episode begins, else None."""
         value = metrics.get(self.value) if isinstance(self.value, str) else self.value(metrics)
         if value is None or math.isnan(value):
             return None
-        judged = self.rule.judge(value, state)
-        is_beyond = judged is not None and judged.is_beyond
-        if isinstance(rule := self.rule, Shift) and math.isfinite(value) and not is_beyond:
-            if not rule.first:
-                state.values = [*state.values, value][-rule.window :]
-            elif len(state.values) < rule.window:
-                state.values.append(value)
-        if judged is None:
-            return None
-        state.beyond = state.beyond + 1 if judged.is_beyond else 0
-        state.usual = state.usual + 1 if judged.is_usual else 0
+        is_beyond = self.rule.is_beyond(value, state)
+        state.beyond, state.usual = (state.beyond + 1, 0) if is_beyond else (0, state.usual + 1)
         if state.holds:
             state.holds = state.usual < self.rule.steps
             return None
         state.holds = state.beyond >= self.rule.steps
-        return judged if state.holds else None
+        usual = median(state.values) if state.values else math.nan
+        return self.text.format(value=value, usual=usual) if state.holds else None
 
 
 ACTIVE = "alarms/active"
@@ -165,11 +135,7 @@ class Alarms:
     def __init__(
         self, recipe: Recipe, alarmed: Callable[[int, str, Sequence[Raised]], None]
     ) -> None:
-        """Makes the alarms of a recipe.
-
-        Args:
-            alarmed: `Reporter.alarmed`.
-        """
+        """Makes the alarms of a recipe; `alarmed` is `Reporter.alarmed`."""
         self.alarms = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
         self.states: dict[str, WatchState] = {}  # by the name of the alarm
         self.alarmed, self.raised = alarmed, list[Raised]()
@@ -194,9 +160,8 @@ class Alarms:
             rule = repr(alarm.rule)
             if alarm.name not in self.states or self.states[alarm.name].rule != rule:
                 self.states[alarm.name] = WatchState(rule)
-            judged = alarm.follow(self.states[alarm.name], metrics)
-            if judged is not None:
-                text = alarm.text.format(**vars(judged))
+            text = alarm.follow(self.states[alarm.name], metrics)
+            if text is not None:
                 raised.append(Raised(alarm.name, f"step {step}: {text}"))
         return raised
 
@@ -240,7 +205,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
     for name in weighted if len(weighted) > 1 else ():
         yield Watch(
             f"one_reward/{name}",
-            Level(above=ONE_REWARD, calm=ONE_REWARD - 0.05, steps=ONE_REWARD_STEPS),
+            Level(above=ONE_REWARD, steps=ONE_REWARD_STEPS),
             _share_of(name, weighted),
             f"the reward {name} carries {{value:.0%}} of the advantage's variance, and more than "
             f"{ONE_REWARD:.0%} in each of the last {ONE_REWARD_STEPS} steps in which others varied "
@@ -283,7 +248,7 @@ def _of_completions() -> Iterator[Watch]:
     )
     yield Watch(
         "mostly_truncated",
-        Level(above=0.9, calm=0.8, steps=MOSTLY_TRUNCATED_STEPS),
+        Level(above=0.9, steps=MOSTLY_TRUNCATED_STEPS),
         "completions/clipped_ratio",
         "{value:.0%} of the completions are cut off by generation.max_completion_tokens, and at "
         f"least nine of ten in each of the last {MOSTLY_TRUNCATED_STEPS} steps: the model does not "
@@ -302,7 +267,7 @@ def _of_completions() -> Iterator[Watch]:
 def _of_updates() -> Iterator[Watch]:
     yield Watch(
         "clip_ratio",
-        Level(above=0.3, calm=0.2, steps=3),
+        Level(above=0.3, steps=3),
         "clip_ratio/region_mean",
         "{value:.0%} of the tokens that train are clipped: the updates of a step move the policy "
         "too far. Lower optimizer.learning_rate, or take fewer updates a step.",

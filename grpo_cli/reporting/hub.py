@@ -24,10 +24,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from grpo_cli.checkpoints.paths import TRAINING
-from grpo_cli.config.parsing import first_line
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, first_line, typed_line
 
 LAST_CHECKPOINT = "last-checkpoint"  # folder in the repository
 WAIT_SECONDS = 1800.0  # longest wait for the last push: 15 GB at 10 MB a second
@@ -102,7 +101,7 @@ def reason(error: BaseException) -> str:
         response = error.response
         said = (error.server_message or response.reason_phrase or "").strip().splitlines()
         return f"{response.status_code} {said[0] if said else ''}".strip()
-    return f"{type(error).__name__}: {first_line(error)}"
+    return typed_line(error)
 
 
 class Pusher:

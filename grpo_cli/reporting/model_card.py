@@ -6,14 +6,13 @@ A card holds no time and no folder of the run, so that a resumed run writes the 
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import saved_recipe
@@ -111,12 +110,6 @@ def model_card(
             library_name="peft" if adapted else "transformers",
             tags=[*TAGS, "lora"] if adapted else TAGS,
             model_name=name,
-            eval_results=[
-                eval_result(recipe, key, results)
-                for key in results
-                if f"{key}_low" in results and math.isfinite(results[key])
-            ]
-            or None,
             **relation,
         ),
         template_str=MODEL_CARD,
@@ -167,22 +160,3 @@ def shown(metrics: Mapping[str, float], key: str) -> str:
     ends = [metrics.get(f"{key}_{end}", math.nan) for end in ("low", "high")]
     interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if all(map(math.isfinite, ends)) else ""
     return f"{value:.3f}{interval}"
-
-
-def eval_result(recipe: Recipe, key: str, metrics: Mapping[str, float]) -> EvalResult:
-    """Returns a metric for the hub's metadata; `eval/gsm8k/maj@8` is maj@8 of gsm8k."""
-    task, _, metric = key.removeprefix("eval/").rpartition("/")
-    source = recipe.dataset.eval if not recipe.benchmark else None
-    if benchmark := recipe.benchmark.get(task.partition("/")[0]):
-        source = benchmark.data
-    source = None if source is None or is_local(source) else source
-    if not task:
-        task = "mean of the benchmarks" if recipe.benchmark else source or "held-out rows"
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=source or re.sub(r"[^\w.-]+", "-", task),
-        dataset_name=task,
-        metric_type=metric,
-        metric_value=round(metrics[key], 6),
-        metric_name=f"{metric}, 95 % interval {shown(metrics, key).partition(' ')[2]}",
-    )

@@ -40,7 +40,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, counted
 from grpo_cli.files import json_object, read_text, reason
-from grpo_cli.records import Group
+from grpo_cli.records import Group, TrainingSample
 from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.progress import Bar, clock, measure_of, times
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
@@ -254,6 +254,11 @@ def completion_row(
         images: `images_cell` of the prompt; None: the row has no such column.
     """
     r = group.rollouts[sample]
+    own: dict[str, Any] = {}
+    if isinstance(r, TrainingSample):  # not of an evaluation
+        own = {"advantage": r.advantage, "token_advantages": None}
+        if r.token_advantages is not None:
+            own["token_advantages"] = r.token_advantages.tolist()
     return {
         "step": step,
         "row": group.prompt.row,
@@ -264,8 +269,7 @@ def completion_row(
         **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
         **{f"extras/{name}": value for name, value in r.extras.items()},
         "columns": columns_cell(group.prompt, images is not None),
-        "advantage": r.advantage,
-        "token_advantages": None if r.token_advantages is None else r.token_advantages.tolist(),
+        **own,
         "finish_reason": r.completion.finish_reason,
         "prompt_ids": np.array(group.prompt.ids, dtype=np.int64),
         "completion_ids": np.array(r.completion.ids, dtype=np.int64),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, typed_line
 from grpo_cli.reporting.settings import Tracking
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Trackers:
                 if name in IDS:
                     self.ids[name] = IDS[name](tracker)
             except Exception as error:
-                said = f"tracking.backend = {name}: cannot be started: {_first_line(error)}"
+                said = f"tracking.backend = {name}: cannot be started: {typed_line(error)}"
                 if not known:
                     raise UserError(f"{said}.") from error
                 self.say(f"note: {said}; the run continues without it")  # it may run unattended
@@ -135,7 +135,7 @@ class Trackers:
             except Exception as error:  # from the tracker's code or its server
                 if name not in self._failing:
                     self.say(
-                        f"note: {name} has not taken the run's {what} ({_first_line(error)}); the "
+                        f"note: {name} has not taken the run's {what} ({typed_line(error)}); the "
                         "run continues"
                     )
                 self._failing.add(name)
@@ -186,8 +186,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + key] = str(value)
     return out
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

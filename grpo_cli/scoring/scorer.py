@@ -24,7 +24,7 @@ from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, resolve
 from grpo_cli.scoring.settings import Reward, Scoring
-from grpo_cli.scoring.step_rewards import check_steps, token_of_character
+from grpo_cli.scoring.step_rewards import by_tokens, check_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,15 +98,6 @@ class Scorer:
     def begin(self, state: TrainerState | None = None) -> ScoringSession:
         """Opens a session for the completions of one step."""
         return ScoringSession(self, state or TrainerState())
-
-    def score(
-        self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> ScoringSession:
-        """Scores complete rollouts; see `ScoringSession.finish`."""
-        session = self.begin()
-        session.add(rollouts)
-        session.finish(rollouts, tokenizer)
-        return session
 
     def try_out(self, sample: Sample) -> None:
         """Calls every function once on a sample, before anything expensive is loaded.
@@ -203,8 +194,8 @@ class ScoringSession:
 
     def finish(
         self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> None:
-        """Waits for all functions and sets each rollout's reward_parts, step_rewards and reward.
+    ) -> list[Rollout]:
+        """Waits for all functions, and returns the rollouts with their rewards.
 
         Args:
             rollouts: all added rollouts, in the order in which functions receive them.
@@ -216,60 +207,56 @@ class ScoringSession:
             Interrupt: the run must end.
         """
         if not rollouts:
-            return
+            return []
         samples = [self._samples[id(r)] for r in rollouts]
-        for rollout in rollouts:
-            rollout.extras = {}
+        found: list[dict[str, RewardResult]] = [{} for _ in rollouts]
         # Functions in this process come first, since the others run meanwhile.
         for reward in sorted(self.rewards.values(), key=lambda reward: reward.timeout is not None):
             heartbeat.beat()  # a call in this process cannot be interrupted
             results = self.results(reward, samples)
-            for rollout, sample, result in zip(rollouts, samples, results, strict=True):
+            for sample, own, result in zip(samples, found, results, strict=True):
                 if result.error is not None and not result.timed_out and reward.on_error == "stop":
                     text = sample.text if len(sample.text) <= 300 else sample.text[:297] + "..."
                     where = f", for row {sample.row}, completion {text!r}"
                     where = where if result.where is None else result.where
                     raise TrainingError(f"reward {reward.name!r} {result.error}{where}")
-                self._fill_in(reward, rollout, result, tokenizer)
-        for rollout in rollouts:
-            rollout.reward_parts = {name: rollout.reward_parts[name] for name in self.rewards}
-            applied = {
-                name: self.rewards[name].spec.weight * value
-                for name, value in rollout.reward_parts.items()
-                if value is not None
-            }
-            outcomes = [v for name, v in applied.items() if name not in rollout.step_rewards]
-            rollout.outcome_reward = math.fsum(outcomes) if outcomes else math.nan
-            rollout.reward = math.fsum(applied.values()) if applied else math.nan
+                own[reward.name] = result
+        pairs = zip(rollouts, found, strict=True)
+        return [self._scored(rollout, own, tokenizer) for rollout, own in pairs]
 
-    def _fill_in(
+    def _scored(
         self,
-        reward: BoundReward,
         rollout: Rollout,
-        result: RewardResult,
+        results: Mapping[str, RewardResult],
         tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        name, ids, steps = reward.name, rollout.completion.ids, result.steps
-        if steps is not None:
-            if reward.traits.positions == "characters":
-                assert tokenizer is not None, "finds characters"
-                # The function also receives the prefill. A step that ends with the text ends with
-                # the completion: eos is part of the last step.
-                before, last = len(rollout.prompt.prefill), len(rollout.text) - 1
-                places = [max(0, at - before) for at, _ in steps]
-                tokens = [
-                    len(ids) - 1 if at == last else token_of_character(ids, at, tokenizer)
-                    for at in places
-                ]
-                steps = [(token, v) for token, (_, v) in zip(tokens, steps, strict=True)]
-            rollout.step_rewards[name] = [(token, reward.spec.weight * v) for token, v in steps]
-        rollout.reward_parts[name] = result.value
-        if twice := rollout.extras.keys() & result.extras.keys():
-            raise TrainingError(
-                f"reward {name!r} called log_extra({min(twice)!r}, ...), as another reward did; "
-                "choose another name."
-            )
-        rollout.extras |= result.extras
+    ) -> Rollout:
+        """Returns a rollout with the rewards that the functions gave it."""
+        parts = {name: results[name].value for name in self.rewards}
+        weights = {name: reward.spec.weight for name, reward in self.rewards.items()}
+        applied = {name: weights[name] * v for name, v in parts.items() if v is not None}
+        extras: dict[str, Any] = {}
+        step_rewards: dict[str, list[tuple[int, float]]] = {}
+        for name, result in results.items():
+            if twice := extras.keys() & result.extras.keys():
+                raise TrainingError(
+                    f"reward {name!r} called log_extra({min(twice)!r}, ...), as another reward "
+                    "did; choose another name."
+                )
+            extras |= result.extras
+            if (steps := result.steps) is not None:
+                if self.rewards[name].traits.positions == "characters":
+                    assert tokenizer is not None, "finds characters"
+                    steps = by_tokens(rollout, steps, tokenizer)
+                step_rewards[name] = [(token, weights[name] * v) for token, v in steps]
+        outcomes = [v for name, v in applied.items() if name not in step_rewards]
+        return replace(
+            rollout,
+            reward_parts=parts,
+            step_rewards=step_rewards,
+            reward=math.fsum(applied.values()) if applied else math.nan,
+            outcome_reward=math.fsum(outcomes) if outcomes else math.nan,
+            extras=extras,
+        )
 
     def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         """Returns a function's result for each sample; failures become results with an error."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_cli.records import Rollout
+
 
 def check_steps(steps: Sequence[Any], size: int, unit: str) -> list[tuple[int, Any]]:
     """Checks the steps that a function returned for a completion.
@@ -35,6 +37,23 @@ def check_steps(steps: Sequence[Any], size: int, unit: str) -> list[tuple[int, A
             )
         out.append((int(position), value))
     return out
+
+
+def by_tokens(
+    rollout: Rollout, steps: Sequence[tuple[int, float]], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, float]]:
+    """Returns steps with the tokens that end them, in place of their characters.
+
+    The function that gave the steps also received the prefill. A step that ends with the text ends
+    with the completion: eos is part of the last step.
+    """
+    ids, before, last = rollout.completion.ids, len(rollout.prompt.prefill), len(rollout.text) - 1
+    found = []
+    for character, value in steps:
+        at = max(0, character - before)
+        end = len(ids) - 1 if at == last else token_of_character(ids, at, tokenizer)
+        found.append((end, value))
+    return found
 
 
 def token_of_character(

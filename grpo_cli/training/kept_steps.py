@@ -42,7 +42,6 @@ from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import loop, prepare, resume
 from grpo_cli.training.callbacks import Event
-from grpo_cli.training.rollouts.credit import assign_advantages
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.step import begin
@@ -168,8 +167,7 @@ def recompute(folder: Path, path: Path, device: str | None, trust: bool = True) 
     run, processes = restore(folder, path, device, trust)
     step = begin(run)
     assert step.batch is not None, "a kept step has its rollouts"
-    step_stats = loop.fill_logprobs(run, step, step.batch)
-    assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
+    loop.make_samples(run, step, step.batch)
     return Recomputed(loop.update_policy(run, step), str(run.workers.device), processes)
 
 

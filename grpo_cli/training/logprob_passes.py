@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from grpo_cli.models.families import num_experts
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Group, Rollout
+from grpo_cli.records import R, Rollout, TrainingSample, WeightedSample
 from grpo_cli.training.run import Run
 
 STREAM = -2  # random stream of Clip-Cov's noise, distinct from those of sampling
@@ -61,18 +62,17 @@ def token_stats(
         return run.policy.micro_batches.map_each(compute, rollouts, policy_logprobs)
 
 
-def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
-    """Sets the old log-probabilities of rollouts that have none to the current policy's.
+def with_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[R]) -> list[R]:
+    """Returns rollouts with old log-probabilities, the current policy's where they have none.
 
-    Leftover groups keep those of the policy that sampled them.
+    Leftover and prefetched rollouts keep those of the policy that sampled them.
     """
-    late = [r for r in rollouts if r.old_logprobs is None]
+    fresh = [r for r in rollouts if r.old_logprobs is None]
     if samples_as_trained(run, recipe):
-        for r in late:
-            r.old_logprobs = torch.tensor(r.completion.sampling_logprobs)
-        return
-    for r, stats in zip(late, token_stats(run, recipe, run.policy.logprobs, late), strict=True):
-        r.old_logprobs = stats.logprobs
+        found = iter([torch.tensor(r.completion.sampling_logprobs) for r in fresh])
+    else:
+        found = iter([s.logprobs for s in token_stats(run, recipe, run.policy.logprobs, fresh)])
+    return [replace(r, old_logprobs=next(found)) if r.old_logprobs is None else r for r in rollouts]
 
 
 def samples_as_trained(run: Run, recipe: Recipe) -> bool:
@@ -88,44 +88,43 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
     )
 
 
-def fill_ref_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
-    """Sets the log-probabilities of the reference policy."""
+def with_ref_logprobs(
+    run: Run, recipe: Recipe, samples: Sequence[TrainingSample]
+) -> list[TrainingSample]:
+    """Returns samples with their log-probabilities under the reference policy."""
     assert run.policy.reference is not None
-    found = token_stats(run, recipe, run.policy.reference.logprobs, rollouts)
-    for r, stats in zip(rollouts, found, strict=True):
-        r.ref_logprobs = stats.logprobs
+    found = token_stats(run, recipe, run.policy.reference.logprobs, samples)
+    return [replace(s, ref_logprobs=own.logprobs) for s, own in zip(samples, found, strict=True)]
 
 
 def select_tokens(
-    run: Run, recipe: Recipe, groups: Sequence[Group], number: int, tokens: float
-) -> float:
+    run: Run, recipe: Recipe, samples: Sequence[WeightedSample], number: int, tokens: float
+) -> tuple[list[WeightedSample], float]:
     """Selects tokens of an optimizer batch by entropy or covariance, over all processes.
 
     The selection uses the policy as it is before this optimizer step, so that it depends neither on
     micro-batches nor on the number of processes. It costs one forward pass over the batch.
 
     Args:
-        groups: this process's groups of the optimizer batch.
+        samples: this process's samples of the optimizer batch.
         number: number of the optimizer step in the run.
         tokens: loss tokens of the optimizer batch.
 
     Returns:
-        The number of tokens that the policy term trains.
+        The samples with their selections, and the number of tokens that the policy term trains.
     """
-    config = recipe.loss
-    members = [(g, j, r) for g in groups for j, r in enumerate(g.rollouts) if r.loss_tokens]
-    rollouts = [r for _, _, r in members]
+    config, selected = recipe.loss, [*samples]
     by_entropy = config.top_entropy < 1
-    found = token_stats(run, recipe, run.policy.logprobs, rollouts, entropy=by_entropy)
-    masks = [r.completion.sampled_mask for r in rollouts]  # tokens to select from
+    found = token_stats(run, recipe, run.policy.logprobs, samples, entropy=by_entropy)
+    masks = [s.completion.sampled_mask for s in samples]  # tokens to select from
     if by_entropy:
         entropies = [
             s.entropies[m] for s, m in zip(found, masks, strict=True) if s.entropies is not None
         ]
         every, mine = run.workers.concatenate(flat(entropies))
         chosen = every >= token_selection.entropy_threshold(every, config.top_entropy)
-        for r, kept in zip(rollouts, at_places(masks, chosen[mine].float()), strict=True):
-            r.high_entropy = kept
+        kept = at_places(masks, chosen[mine].float())
+        selected = [replace(s, high_entropy=k) for s, k in zip(selected, kept, strict=True)]
         tokens = run.workers.sum({"tokens": chosen[mine].double().sum().item()})["tokens"]
     select = traits_of(loss_function(config)).select_tokens
     if select is not None:
@@ -134,14 +133,14 @@ def select_tokens(
             return run.workers.concatenate(flat([v[m] for v, m in zip(rows, masks, strict=True)]))
 
         logprobs, mine = everyones([s.logprobs for s in found])
-        advantages, _ = everyones([r.advantages for r in rollouts])
+        advantages, _ = everyones([s.advantages for s in samples])
         cov = token_selection.covariance(logprobs.double(), advantages.double())
-        seeds = [derive_seed(recipe.seed, STREAM, number, g.prompt_index, j) for g, j, _ in members]
+        seeds = [derive_seed(recipe.seed, STREAM, number, *s.place) for s in samples]
         noise, _ = everyones([uniform(seed, len(m)) for seed, m in zip(seeds, masks, strict=True)])
         chosen = select(cov, noise, **knob_values(select, config))
-        for r, kept in zip(rollouts, at_places(masks, chosen[mine].float()), strict=True):
-            r.cov_selected = kept
-    return tokens
+        kept = at_places(masks, chosen[mine].float())
+        selected = [replace(s, cov_selected=k) for s, k in zip(selected, kept, strict=True)]
+    return selected, tokens
 
 
 def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> ExpertLoad:

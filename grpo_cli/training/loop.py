@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -39,14 +40,14 @@ from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
-from grpo_cli.records import Group, Rollout, StepStats
+from grpo_cli.records import Group, TrainingSample, WeightedSample, regrouped
 from grpo_cli.training import ending, logprob_passes, resume
 from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
 from grpo_cli.training.rollouts.credit import (
-    assign_advantages,
-    set_token_weights,
-    subtract_kl_from_rewards,
+    less_kl,
+    weighted,
+    with_advantages,
 )
 from grpo_cli.training.run import Run
 from grpo_cli.training.step import Step, steps
@@ -83,8 +84,7 @@ def take_step(run: Run, step: Step) -> None:
     run.callbacks.call(run, "on_rollouts", groups=tuple(batch.groups))
     run.queue.prefetch(step.number)
     run.generator.offload()
-    step_stats = fill_logprobs(run, step, batch)
-    step.metrics |= assign_advantages(step.recipe, batch.groups, step_stats, step.number)
+    make_samples(run, step, batch)
     step.metrics |= update_policy(run, step)
     with step.clock.stage("weights"):
         step.metrics |= run.generator.update_weights(run.policy.model, step.number + 1)
@@ -92,28 +92,32 @@ def take_step(run: Run, step: Step) -> None:
     step.finish()
 
 
-def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
-    """Computes the log-probabilities of the old and the reference policy, if the loss needs them.
+def make_samples(run: Run, step: Step, batch: StepBatch) -> None:
+    """Turns the batch's rollouts into training samples: log-probabilities, then advantages.
 
-    With `loss.kl_in=reward` it also subtracts the KL from the rewards.
-
-    Returns:
-        The rollout statistics of the step, over all processes.
+    The log-probabilities of the old and of the reference policy are computed if the loss needs
+    them. With `loss.kl_in=reward` the advantages are those of the rewards less the KL.
     """
     recipe, loss = step.recipe, step.recipe.loss
     kl_in_reward = run.policy.reference is not None and loss.kl_in == "reward"
-    everything = [r for g in batch.groups for r in g.rollouts]
-    rollouts = [r for r in everything if (r.is_scored if kl_in_reward else r.loss_tokens)]
+    samples = [r.as_kind(TrainingSample) for g in batch.groups for r in g.rollouts]
+    needs = [s.is_scored if kl_in_reward else s.loss_tokens > 0 for s in samples]
+    asked = [*compress(samples, needs)]
     if step.num_updates > 1 or kl_in_reward:
         with step.clock.stage("old_logprobs"):
-            logprob_passes.fill_old_logprobs(run, recipe, rollouts)
+            asked = logprob_passes.with_old_logprobs(run, recipe, asked)
     if run.policy.reference is not None:
         with step.clock.stage("ref_logprobs"):
-            logprob_passes.fill_ref_logprobs(run, recipe, rollouts)
-    if not kl_in_reward:
-        return batch.step_stats
-    subtract_kl_from_rewards(rollouts, loss.kl_estimator, run.state.beta.value(loss))
-    return gathered(run.workers, batch.groups)
+            asked = logprob_passes.with_ref_logprobs(run, recipe, asked)
+    found = iter(asked)
+    samples = [next(found) if has else s for s, has in zip(samples, needs, strict=True)]
+    groups, step_stats = regrouped(batch.groups, samples), batch.step_stats
+    if kl_in_reward:
+        beta = run.state.beta.value(loss)
+        penalized = [less_kl(s, loss.kl_estimator, beta) for s in samples]
+        step_stats = gathered(run.workers, regrouped(groups, penalized))
+    batch.groups, metrics = with_advantages(recipe, groups, step_stats, step.number)
+    step.metrics |= metrics
 
 
 def update_policy(run: Run, step: Step) -> dict[str, float]:
@@ -169,11 +173,11 @@ def minibatch(step: Step, update: int) -> list[Group]:
 
 
 class OptimizerBatch(NamedTuple):
-    """This process's rollouts of one optimizer step, with the coefficients of its loss."""
+    """This process's samples of one optimizer step, with the coefficients of its loss."""
 
     coefficients: Coefficients
-    with_gradient: list[Rollout]
-    entropy_only: list[Rollout]  # no gradient; only their entropy is logged
+    with_gradient: list[WeightedSample]
+    entropy_only: list[WeightedSample]  # no gradient; only their entropy is logged
 
 
 def optimizer_batch(
@@ -185,17 +189,16 @@ def optimizer_batch(
         None if no process has anything to train on.
     """
     loss = step.recipe.loss
-    rollouts = [r for g in groups for r in g.rollouts if r.loss_tokens]
-    tokens = set_token_weights(step.recipe, groups, run.workers)
+    samples, tokens = weighted(step.recipe, groups, run.workers)
     if not tokens:
         return None
     if loss.top_entropy < 1 or traits_of(loss_function(loss)).select_tokens is not None:
         number = step.number * step.num_updates + update
-        tokens = logprob_passes.select_tokens(run, step.recipe, groups, number, tokens)
+        samples, tokens = logprob_passes.select_tokens(run, step.recipe, samples, number, tokens)
     beta, entropy, router = run.state.beta, run.state.entropy_bonus, run.policy.router_coef
     coefficients = Coefficients(beta.value(loss), entropy.value(loss), max(tokens, 1.0), router)
-    with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
-    run.policy.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
+    with_gradient, entropy_only = split_by_gradient(run, step, samples, coefficients)
+    run.policy.micro_batches.calibrate(samples or entropy_only, step.recipe.generation.temperature)
     flops = partial(rollout_flops, run.policy.model)
     step.clock.count("forward_backward", lambda: flops(with_gradient, backward=True))
     step.clock.count("forward_backward", lambda: flops(entropy_only))
@@ -215,7 +218,7 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
     coefficients, with_gradient, entropy_only = batch
     compute_loss = partial(forward, run, step, coefficients)
 
-    def forward_backward(micro_batch: list[Rollout]) -> LossOutput:
+    def forward_backward(micro_batch: list[WeightedSample]) -> LossOutput:
         output = compute_loss(micro_batch)
         policy.backward(output.loss)
         return output.detached()
@@ -235,7 +238,7 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
 
 
 def forward(
-    run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
+    run: Run, step: Step, coefficients: Coefficients, micro_batch: list[WeightedSample]
 ) -> LossOutput:
     """Computes the loss of a micro-batch."""
     logprobs, entropies = run.policy.logprobs(
@@ -250,11 +253,11 @@ def forward(
 
 
 def split_by_gradient(
-    run: Run, step: Step, rollouts: Sequence[Rollout], coefficients: Coefficients
-) -> tuple[list[Rollout], list[Rollout]]:
-    """Splits rollouts into those with a gradient and those needed only for the entropy metric.
+    run: Run, step: Step, samples: Sequence[WeightedSample], coefficients: Coefficients
+) -> tuple[list[WeightedSample], list[WeightedSample]]:
+    """Splits samples into those with a gradient and those needed only for the entropy metric.
 
-    A rollout without advantage, KL and entropy bonus has no gradient. It still counts in the
+    A sample without advantage, KL and entropy bonus has no gradient. It still counts in the
     divisor of the loss, but its forward pass runs only if its entropy is logged.
     """
     every = every_rollout_has_gradient(
@@ -263,12 +266,12 @@ def split_by_gradient(
         entropy_coef=coefficients.entropy,
         router_coef=coefficients.router,
     )
-    with_gradient = [r for r in rollouts if every or r.advantages.any()]
-    entropy_only = [r for r in rollouts if not (every or r.advantages.any())]
+    with_gradient = [s for s in samples if every or s.advantages.any()]
+    entropy_only = [s for s in samples if not (every or s.advantages.any())]
     if not step.measures_entropy:
         entropy_only = []
     if not (with_gradient or entropy_only):  # every process needs the same metrics to reduce
-        entropy_only = [run.policy.micro_batches.dummy_rollout]
+        entropy_only = [run.policy.micro_batches.dummy]
     return with_gradient, entropy_only
 
 

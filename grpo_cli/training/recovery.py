@@ -56,12 +56,7 @@ class StepProgress:
 
     def own(self, fingerprint: str) -> list[dict[str, Any]]:
         """Returns this process's groups as plain values and tensors."""
-        entries = to_entries(self.batch.groups, fingerprint)
-        for entry in entries:  # the rollout's own value may have a KL subtracted
-            rollout_stats = self.batch.step_stats[entry["position"]]
-            for values, stats in zip(entry["rollouts"], rollout_stats, strict=True):
-                values["outcome_reward"] = stats.outcome_reward
-        return entries
+        return to_entries(self.batch.groups, fingerprint)
 
     @classmethod
     def restored(

@@ -15,13 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_cli import random_streams
+from grpo_cli.algorithm.advantages import settled
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe, sources
 from grpo_cli.config.knob import flagged
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, first_line
 from grpo_cli.files import LONGEST, read_text, read_yaml
 from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
@@ -399,7 +400,7 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
                 reference = policy.reference.weights
             checkpointer.load(path, Parts(policy.model, policy.optimizer, reference))
         except Exception as error:  # torn files: each format has its own errors
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             others = [paths.shown(p) for p in paths.resumable(path.parent.parent) if p != path]
             names = ", ".join(reversed(others)) or "none"
             name = run.recipe.recipe
@@ -438,9 +439,7 @@ def _leftover(run: Run, saved: Sequence[list[dict[str, Any]]]) -> list[Group]:
             f"  {dropped} of {sum(map(len, saved))} leftover groups have other prompts or rewards "
             "now: dropped"
         )
-    for r in (r for g in usable for r in g.rollouts):
-        r.excluded = run.recipe.loss.mask_truncated and r.completion.finish_reason == "length"
-    return usable
+    return settled(usable, run.recipe.reward_weights, run.recipe.loss.mask_truncated)
 
 
 def _progress(run: Run, saved: dict[str, Any] | None) -> StepProgress | None:

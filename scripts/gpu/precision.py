@@ -74,7 +74,7 @@ def random_model(setting: Setting) -> PreTrainedModel:
 
 
 def random_rollouts(setting: Setting) -> list[Rollout]:
-    """Returns rollouts of random tokens and lengths, with advantages 1 and -1 in turn."""
+    """Returns rollouts of random tokens and lengths, with rewards 1 and -1 in turn."""
     length, groups = (48, 2) if setting.dry else (384, 4)
     draws, words = random.Random(0), range(random_model(setting).config.vocab_size)
     found = []
@@ -84,7 +84,7 @@ def random_rollouts(setting: Setting) -> list[Rollout]:
             count = draws.randint(length // 4, length) - length // 8
             own = Completion(draws.choices(words, k=count), [math.nan] * count, "length")
             sign = 1.0 if row % 2 else -1.0
-            found.append(Rollout(prompt, own, "", reward=sign, advantage=sign))
+            found.append(Rollout(prompt, own, "", reward=sign))
     return found
 
 
@@ -137,7 +137,7 @@ def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> Outcome
     model = policy_logprobs.model
     model.zero_grad(set_to_none=True)
     logprobs, _ = policy_logprobs(rollouts, 1.0)
-    signs = torch.tensor([[r.advantage] for r in rollouts], device=logprobs.device)
+    signs = torch.tensor([[r.reward] for r in rollouts], device=logprobs.device)
     (logprobs * signs).sum().backward()  # type: ignore[no-untyped-call]
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)

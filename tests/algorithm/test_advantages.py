@@ -26,7 +26,7 @@ from grpo_cli.algorithm.advantages import (
     gdpo,
     group_mean,
     group_relative,
-    level_rewards,
+    leveled,
     max_rl,
     opo,
     pass_at_k,
@@ -39,7 +39,7 @@ from grpo_cli.algorithm.settings import Advantage
 from grpo_cli.algorithm.variants import apply, knobs_read, own_arguments, parameters
 from grpo_cli.records import RolloutStats, reward_tensors
 from tests import reference_advantages as reference
-from tests.conftest import make_group, make_rollout
+from tests.conftest import make_rollout
 from tests.programs import ROOT
 
 NAN = math.nan
@@ -682,7 +682,7 @@ def test_pass_at_k_whose_best_subsets_differ_by_rounding() -> None:
     assert torch.equal(pass_at_k(double([[0.0, 0.3, 0.1 + 0.2, 0.3]]), k=2), torch.zeros(1, 4))
 
 
-def test_level_rewards_by_hand() -> None:
+def test_rewards_leveled_by_hand() -> None:
     weights = {"a": 0.1, "b": 0.2, "c": 0.3}
 
     def level(parts: list[list[float]]) -> list[float]:
@@ -691,9 +691,9 @@ def test_level_rewards_by_hand() -> None:
         rollouts = [
             make_rollout(reward=r, parts={**of}) for r, of in zip(rewards, own, strict=True)
         ]
-        level_rewards([make_group(0, rollouts)], weights)
-        assert [r.reward for r in rollouts] == [r.outcome_reward for r in rollouts]
-        return [r.reward for r in rollouts]
+        found = leveled(rollouts, weights)
+        assert [r.reward for r in found] == [r.outcome_reward for r in found]
+        return [r.reward for r in found]
 
     assert level([[1, 1, 0], [0, 0, 1]]) == [0.30000000000000004] * 2
     assert level([[1, 0, 0], [0, 0, 1]]) == [0.1, 0.3]
@@ -702,8 +702,8 @@ def test_level_rewards_by_hand() -> None:
     assert level([[0, 3, -2], [0, 3, -2 + 2e-8]])[0] == pytest.approx(0, abs=1e-12)
 
 
-def test_level_rewards_leaves_what_has_no_reward() -> None:
+def test_leveling_leaves_what_has_no_reward() -> None:
     rollouts = [make_rollout(reward=NAN, parts={"a": None}), make_rollout(reward=1.0)]
-    level_rewards([make_group(0, rollouts)], {"a": 1.0})
-    assert math.isnan(rollouts[0].reward)
-    assert rollouts[1].reward == 1.0
+    without, one = leveled(rollouts, {"a": 1.0})
+    assert math.isnan(without.reward)
+    assert one.reward == 1.0

@@ -26,7 +26,14 @@ from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
-from grpo_cli.records import Group, reward_tensors, rollout_stats
+from grpo_cli.records import (
+    Group,
+    Rollout,
+    TrainingSample,
+    regrouped,
+    reward_tensors,
+    rollout_stats,
+)
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.rollouts import credit
 from tests.algorithm.test_loss import config_of, every_loss
@@ -50,7 +57,6 @@ def make_batch(foreign: float | None = None) -> list[Group]:
     rollouts = []
     for i, mask in enumerate(MASKS):
         ids = torch.randint(VOCABULARY, (len(mask),), generator=random).tolist()
-        r = make_rollout([1 + i // 2], ids, reward=float(i % 2))
         here = torch.tensor(mask, dtype=torch.bool)
         own = token_logprobs(make_logits()[i, : len(ids)], torch.tensor(ids)).detach().float()
         noise = [torch.randn(len(mask), generator=random) for _ in range(3)]
@@ -60,12 +66,19 @@ def make_batch(foreign: float | None = None) -> list[Group]:
         ]
         if foreign is not None:
             values = [v.masked_fill(~here, foreign) for v in values]
-        r.old_logprobs, r.ref_logprobs, sampling = values
-        r.completion = replace(
-            r.completion, sampling_logprobs=sampling.tolist(), is_sampled=here.tolist()
+        old, ref, sampling = values
+        rollouts.append(
+            make_rollout(
+                [1 + i // 2],
+                ids,
+                reward=float(i % 2),
+                parts={"r": float(i % 2)},
+                logprobs=sampling.tolist(),
+                is_sampled=here.tolist(),
+                old_logprobs=old,
+                ref_logprobs=ref,
+            )
         )
-        r.reward_parts = {"r": r.reward}
-        rollouts.append(r)
     return [make_group(0, rollouts[:2]), make_group(1, rollouts[2:])]
 
 
@@ -80,14 +93,14 @@ def make_logits() -> Tensor:
 def compute(loss: Loss, groups: list[Group], logits: Tensor) -> LossOutput:
     """Computes the loss of one optimizer batch, from rewards on."""
     recipe = replace(RECIPE, loss=loss, advantage=Advantage(rule="opo"))
-    rollouts = [r for g in groups for r in g.rollouts]
+    samples = [r.as_kind(TrainingSample) for g in groups for r in g.rollouts]
     if loss.beta and loss.kl_in == "reward":
-        credit.subtract_kl_from_rewards(rollouts, loss.kl_estimator, loss.beta)
-    credit.assign_advantages(recipe, groups, dict(rollout_stats(groups)), 0)
-    tokens = credit.set_token_weights(recipe, groups, Workers("cpu"))
-    if not loss.beta:
-        for r in rollouts:
-            r.ref_logprobs = None
+        samples = [credit.less_kl(s, loss.kl_estimator, loss.beta) for s in samples]
+    elif not loss.beta:
+        samples = [replace(s, ref_logprobs=None) for s in samples]
+    groups = regrouped(groups, samples)
+    groups, _ = credit.with_advantages(recipe, groups, dict(rollout_stats(groups)), 0)
+    rollouts, tokens = credit.weighted(recipe, groups, Workers("cpu"))
     batch = collate(rollouts, CPU)
     targets = torch.zeros(logits.shape[:2], dtype=torch.long)
     for row, r in zip(targets, rollouts, strict=True):
@@ -157,16 +170,17 @@ def test_log_probabilities_of_foreign_tokens_change_nothing(file: Path, value: f
 
 def with_replies(value: float) -> list[Group]:
     """Returns the groups of test_invariance.py; every other token from the third on is foreign."""
-    groups = make_groups()
+    groups, found = make_groups(), list[Rollout]()
     for r in (r for g in groups for r in g.rollouts):
+        assert isinstance(r, TrainingSample)
         sampled = [t < 2 or t % 2 == 1 for t in range(len(r.completion.ids))]
         foreign = [t for t, s in enumerate(sampled) if not s]
-        r.completion = replace(r.completion, is_sampled=sampled)
+        found.append(replace(r, completion=replace(r.completion, is_sampled=sampled)))
         assert r.old_logprobs is not None
         assert r.ref_logprobs is not None
         for t in foreign:
             r.old_logprobs[t] = r.ref_logprobs[t] = r.completion.sampling_logprobs[t] = value
-    return groups
+    return regrouped(groups, found)
 
 
 SELECTING = ("top_entropy", "clip_cov", "kl_cov", "entropy", "gspo", "k3", "router")

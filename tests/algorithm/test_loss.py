@@ -39,9 +39,9 @@ from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
-from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.records import Rollout
 from tests import reference_losses as reference
-from tests.conftest import ALONE, CPU, make_loss
+from tests.conftest import ALONE, CPU, make_loss, make_rollout
 from tests.programs import ROOT
 
 FILES = sorted((ROOT / "recipes" / "loss").glob("*.yaml"))
@@ -539,10 +539,9 @@ def test_what_the_policy_says_of_padding_cannot_overflow_the_loss(file: Path) ->
     rollouts = []
     for ids, advantage in (([3, 4, 5], 1.0), ([3], -1.0)):
         logprobs = [-math.log(9)] * len(ids)
-        rollout = Rollout(Prompt(0, [5, 6], "", {}), Completion(ids, logprobs, "stop"), text="")
-        rollout.reward, rollout.advantage, rollout.weight = 0.0, advantage, 0.25
-        rollout.old_logprobs = rollout.ref_logprobs = torch.tensor(logprobs)
-        rollouts.append(rollout)
+        known = {"old_logprobs": torch.tensor(logprobs), "ref_logprobs": torch.tensor(logprobs)}
+        own = {"logprobs": logprobs, "advantage": advantage, "weight": 0.25}
+        rollouts.append(make_rollout([5, 6], ids, **own, **known))
     model = SureOfItself()
     batch = collate(rollouts, CPU)
     config = config_of(file, beta=0.1, sampling_correction="sequence_truncate")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,9 @@ def show(grpo: Grpo) -> Grpo:
     for step in (1, 20):
         groups = []
         for row, rewards in ((4, (math.nan, 0.5)), (7, (0.9, -1.0))):
-            rollouts = [make_episode((0.5, None)), make_rollout(text=f"plain {step}", row=row)]
-            rollouts[0].prompt = rollouts[1].prompt
-            rollouts[0].reward, rollouts[1].reward = rewards
+            plain = make_rollout(text=f"plain {step}", row=row, reward=rewards[1])
+            episode = replace(make_episode((0.5, None)), prompt=plain.prompt, reward=rewards[0])
+            rollouts = [episode, plain]
             groups.append(make_group(row, rollouts))
         rows = [completion_row(step, g, i) for g in groups for i in range(2)]
         write_parquet(Path("run/completions") / f"step-{step}.parquet", rows)

@@ -220,7 +220,7 @@ def test_what_cannot_be_read_or_would_be_read_in_silence(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz", "a.csv.gz", "a.json"])
-def test_the_line_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     line, begin, end, bad = b'{"question": "\xc3\xa9"}', b"", b"", b'{"question": "\xff"}'
     if "csv" in name:
         line, begin, bad = b"\xc3\xa9", b"question", b"\xff"
@@ -229,7 +229,7 @@ def test_the_line_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     content = b"\n".join([begin or line, *[line] * 20_000, bad, end])
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    expected = f"dataset.train = {path}, line 20002: is not UTF-8 text (invalid start byte)."
+    expected = f"dataset.train = {path}: cannot be read: it is not UTF-8 text (invalid start byte)."
     assert message(path) == expected
     with pytest.raises(UserError) as error:
         for _ in open_stream(Dataset(train=str(path), prompt="{question}", streaming=True)).read(0):

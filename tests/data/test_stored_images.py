@@ -62,7 +62,8 @@ def test_pictures_in_messages_are_read_again(tmp_path: Path) -> None:
     messages = conversations.normalized(asked, "row 0", "messages")
     found = images.of_row(rows, 0, row, messages, 600)
     rollout = make_rollout(prompt=found.prompt, columns={**row, **found.columns}, text="1")
-    rollout.prompt = dataclasses.replace(rollout.prompt, images=found.images)
+    shown = dataclasses.replace(rollout.prompt, images=found.images)
+    rollout = dataclasses.replace(rollout, prompt=shown)
     write_groups(tmp_path / "a.parquet", [make_group(0, [rollout])])
     (sample,) = load(tmp_path / "a.parquet", {}, "input")
     (image,) = sample.images

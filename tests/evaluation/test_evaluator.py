@@ -1,5 +1,6 @@
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,8 +64,8 @@ def test_summarize_single_completions() -> None:
 
 def test_summarize_episodes() -> None:
     good, failed = make_episode((None, None)), make_episode((None,), stop_reason="env_error")
-    good.reward_parts, failed.reward_parts = {"r": 1.0}, {"r": None}
-    good.reward, failed.reward = 1.0, math.nan
+    good = replace(good, reward_parts={"r": 1.0}, reward=1.0)
+    failed = replace(failed, reward_parts={"r": None}, reward=math.nan)
     metrics = numbers([[good], [failed]], right="r")
     assert metrics["accuracy"] == 0.5
     assert metrics["reward"] == 1.0
@@ -72,12 +73,11 @@ def test_summarize_episodes() -> None:
 
 
 def test_summarize_several_completions_and_rewards() -> None:
+    others = iter([3.0, *[None] * 7])
     groups = [
-        [rollout(1.0), rollout(0.0), rollout(0.0), rollout(0.0)],
-        [rollout(1.0), rollout(1.0), rollout(1.0), rollout(0.0)],
+        [rollout(c, reward_parts={"right": c, "other": next(others)}) for c in row]
+        for row in ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0))
     ]
-    for i, r in enumerate(r for g in groups for r in g):
-        r.reward_parts["other"] = None if i else 3.0
     found = numbers(groups)
     interval = estimate([0.25, 0.75], 8)
     assert (found["accuracy"], found["n"], found["completions"]) == (0.5, 2, 8)

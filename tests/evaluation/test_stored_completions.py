@@ -11,10 +11,11 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, stored_completions
 from grpo_cli.evaluation.settings import Benchmark, Eval, Mode
 from grpo_cli.evaluation.tasks import of_stored
-from grpo_cli.records import Completion, Group, Prompt, Rollout
+from grpo_cli.records import Completion, Group, Prompt, TrainingSample, regrouped
 from grpo_cli.reporting import reporter
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
+from tests.conftest import score
 from tests.data.test_files import write
 from tests.evaluation.modes import prompted
 from tests.programs import ROOT
@@ -53,11 +54,9 @@ def values(
 ) -> list[list[float | None]]:
     """What the benchmark's reward gives each completion, as `grpo eval` scores it."""
     scorer = Scorer(benchmarks.rewards(config), [*groups[0].prompt.columns], "it", executor)
-    rollouts = [r for g in groups for r in g.rollouts]
-    session = scorer.begin()
-    session.add(rollouts)
-    session.finish(rollouts, None)
-    return [[next(iter(r.reward_parts.values())) for r in g.rollouts] for g in groups]
+    rollouts, _ = score(scorer, [r for g in groups for r in g.rollouts])
+    scored = regrouped(groups, rollouts)
+    return [[next(iter(r.reward_parts.values())) for r in g.rollouts] for g in scored]
 
 
 @pytest.mark.runs
@@ -243,7 +242,8 @@ def test_what_an_evaluation_has_written(name: str, tmp_path: Path, mine: Benchma
 
 def test_what_a_run_has_written(tmp_path: Path) -> None:
     prompt = Prompt(5, [1, 2], "P", DATA[1])
-    group = Group(9, prompt, [Rollout(prompt, Completion([3], [-0.25], "stop"), t) for t in "xy"])
+    done = Completion([3], [-0.25], "stop")
+    group = Group(9, prompt, [TrainingSample(prompt, done, t) for t in "xy"])
     rows = [reporter.completion_row(1, group, i) for i in range(2)]
     reporter.write_parquet(tmp_path / "step-1.parquet", rows)
     (found,) = read(tmp_path / "step-1.parquet", Benchmark(data="not/read"))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, first_line
 from grpo_cli.models import memory
 from grpo_cli.models.memory import (
     MicroBatchBudget,
@@ -182,7 +182,7 @@ def test_out_of_memory_errors(error: Exception) -> None:
     with pytest.raises(TrainingError) as failed:
         MicroBatchBudget(64, str).with_oom_retry(work, [7, 12, 40], lambda: None)
     assert tried == [64, 29], "no attempt beyond one row at a time"
-    reason = str(error).splitlines()[0] if str(error) else "MemoryError"
+    reason = first_line(error)
     assert "out of memory with a completion of 40 tokens, prompt included" in str(failed.value)
     assert str(failed.value).endswith(f"({reason})")
     assert "\n" not in str(failed.value)

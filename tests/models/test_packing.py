@@ -21,10 +21,7 @@ from tests.conftest import CPU, make_rollout
 
 
 def of_prompt(prompt: Prompt, *completions: Sequence[int]) -> list[Rollout]:
-    rollouts = [make_rollout(completion_ids=ids) for ids in completions]
-    for r in rollouts:
-        r.prompt = prompt
-    return rollouts
+    return [replace(make_rollout(completion_ids=ids), prompt=prompt) for ids in completions]
 
 
 A, B = Prompt(0, [10, 11, 12], "", {}), Prompt(1, [20], "", {})
@@ -70,8 +67,8 @@ def test_pad_by_hand() -> None:
 
 def test_tokens_of_a_tool_are_read_and_not_predicted() -> None:
     a, b = of_prompt(A, [1, 2, 3, 4], [5, 6, 7])
-    a.completion = replace(a.completion, is_sampled=[True, False, True, False])
-    a.reward = math.nan
+    sampled = replace(a.completion, is_sampled=[True, False, True, False])
+    a = replace(a, completion=sampled, reward=math.nan)
     for inputs, predictors in (
         (pack([a, b], CPU), [2, 4, 2, 6, 7]),
         (pad([a, b], CPU), [2, 4, 10, 11, 12]),

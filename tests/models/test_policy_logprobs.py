@@ -122,10 +122,10 @@ def test_modes_match_entropy_gradients(llama: PreTrainedModel, mode: ForwardMode
 
 @MODES
 def test_foreign_tokens_are_left_out(llama: PreTrainedModel, mode: ForwardMode) -> None:
-    every, rollouts = make_rollouts(), make_rollouts()
-    for i, r in enumerate(rollouts):  # one has nothing that was sampled
+    every, rollouts = make_rollouts(), list[Rollout]()
+    for i, r in enumerate(every):  # one has nothing that was sampled
         sampled = [t % 3 != 1 and i != 2 for t in range(len(r.completion.ids))]
-        r.completion = replace(r.completion, is_sampled=sampled)
+        rollouts.append(replace(r, completion=replace(r.completion, is_sampled=sampled)))
     policy_logprobs = PolicyLogprobs(llama, say=pytest.fail)
     policy_logprobs.modes, policy_logprobs.checked = [mode], True
     rows = []

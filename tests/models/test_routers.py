@@ -1,6 +1,7 @@
 """The routers' outputs are read in every mode, and the load-balancing loss is transformers' own."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ OTHERS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "lfm2_moe", "kimi_li
 
 @pytest.mark.parametrize("name", BALANCED)
 def test_balancing_loss_matches_transformers(name: str) -> None:
-    model, rollouts = make(BY_NAME[name]), make_rollouts()
+    model, rollouts = make(BY_NAME[name]), [replace(r, reward=1.0) for r in make_rollouts()]
     found = []
     for r in rollouts:
-        r.reward = 1.0
         ids = torch.tensor([r.prompt.ids + r.completion.ids])
         gates = model(ids, output_router_logits=True).router_logits
         predicting = slice(len(r.prompt.ids) - 1, ids.shape[1] - 1)
         found.append([g.reshape(ids.shape[1], -1)[predicting] for g in gates])
-    rollouts[2].excluded = True  # it does not train
+    rollouts[2] = replace(rollouts[2], excluded=True)  # it does not train
     del found[2]
     gates = tuple(map(torch.cat, zip(*found, strict=True)))
     k = experts_per_token(model)
@@ -61,9 +61,8 @@ def test_balancing_loss_matches_transformers(name: str) -> None:
 
 
 def test_gradient_checkpointing_records_each_layer_once() -> None:
-    model, rollouts = make(BY_NAME["qwen3_moe"]).train(), make_rollouts()
-    for r in rollouts:
-        r.reward = 1.0
+    model = make(BY_NAME["qwen3_moe"]).train()
+    rollouts = [replace(r, reward=1.0) for r in make_rollouts()]
     policy_logprobs = PolicyLogprobs(model, say=str)
     policy_logprobs.routers = RouterRecorder(model)
     gradients = []

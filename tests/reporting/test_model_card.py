@@ -37,15 +37,11 @@ def card(made: Recipe, words: tuple[str, ...] = ("grpo", "train"), **of_run: Any
     return model_card(made, words, 6, processes=1, **known)
 
 
-def test_the_hub_finds_base_model_data_tags_and_results() -> None:
+def test_the_hub_finds_base_model_data_and_tags() -> None:
     data = ModelCard(card(recipe())).data
     assert data.base_model == "Qwen/Qwen2.5-0.5B"
     assert data.datasets == ["openai/gsm8k"]
     assert "grpo" in data.tags
-    (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value) == ("accuracy", 0.5)
-    assert result.dataset_name == "openai/gsm8k"
-    assert result.metric_name == "accuracy, 95 % interval [0.400, 0.600]"
 
 
 def test_an_adapter_names_the_model_it_belongs_to() -> None:
@@ -106,9 +102,8 @@ def test_a_resumed_run_writes_the_same_cards(tmp_path: Path) -> None:
     live = trained(tmp_path, eval__every=2)
     cards = [live.folder / "checkpoints" / f"step-{n}" / "README.md" for n in (2, 4)]
     whole = [c.read_text(encoding="utf-8") for c in cards]
-    assert ModelCard(whole[1]).data.eval_results[0].metric_value == pytest.approx(
-        live.state.after["eval/accuracy"] if live.state.after else None, abs=1e-6
-    )
+    assert live.state.after is not None
+    assert f" {live.state.after['eval/accuracy']:.3f} [" in whole[1]
     for path in (live.folder / "summary.json", *cards[1].parent.rglob("*")):
         if path.is_file():
             path.unlink()

@@ -80,11 +80,9 @@ def test_rollouts_without_a_reward_are_counted_and_no_part_of_means() -> None:
 
 
 def test_outcomes_of_groups() -> None:
-    r = make_rollout(
-        [1, 2, 3], [4, 5], reward=2.0, parts={"a": 0.5, "b": None, "c": 3.0}, finish_reason="length"
-    )
-    r.outcome_reward, r.step_rewards = 0.5, {"c": [(0, 1.0), (1, 0.5)]}
-    parts = {"a": 0.5, "b": None, "c": 3.0}
+    parts, steps = {"a": 0.5, "b": None, "c": 3.0}, {"c": [(0, 1.0), (1, 0.5)]}
+    values: dict[str, Any] = {"reward": 2.0, "outcome_reward": 0.5, "step_rewards": steps}
+    r = make_rollout([1, 2, 3], [4, 5], parts=parts, finish_reason="length", **values)
     expected = RolloutStats(2.0, 0.5, parts, {"c": [1.0, 0.5]}, 3, 2, True, False, 2)
     assert rollout_stats([make_group(7, [r])]) == [(7, [expected])]
     assert not RolloutStats.of(make_rollout()).truncated

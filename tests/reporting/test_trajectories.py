@@ -24,7 +24,7 @@ def shown(r: Rollout, color: bool = False, **columns: Any) -> str:
 def test_an_episode_turn_by_turn() -> None:
     r = make_episode((0.5, None), env_rewards={"Guess": 1.0}, env_metrics={"wins": 1.0})
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 times 7?"}]
-    r.prompt = replace(r.prompt, text=chat)  # type: ignore[arg-type]
+    r = replace(r, prompt=replace(r.prompt, text=chat))  # type: ignore[arg-type]
     sampled = r.completion.is_sampled
     cells: dict[str, Any] = {"step": 3, "row": 5, "sample": 1, "reward": 1.5, "advantage": -0.25}
     cells["token_advantages"] = [1.5, 1.5, 0.0, 0.0, -0.25, -0.25]

@@ -20,7 +20,7 @@ from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
 from grpo_cli.scoring.settings import Reward, Scoring
 from tests import pool_rewards
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, score
 
 
 def spec(name: str, **knobs: Any) -> Reward:
@@ -31,16 +31,15 @@ def make(executor: RewardExecutor, specs: Mapping[str, Reward], *columns: str) -
     return Scorer(specs, columns, "rows.jsonl", executor)
 
 
-def score(
+def scored(
     executor: RewardExecutor,
     rollouts: list[Rollout],
     state: TrainerState | None = None,
     **specs: Reward,
-) -> ScoringSession:
+) -> tuple[list[Rollout], ScoringSession]:
     session = make(executor, specs, *rollouts[0].prompt.columns).begin(state)
     session.add(rollouts)
-    session.finish(rollouts)
-    return session
+    return session.finish(rollouts), session
 
 
 def rollouts_of(*texts: str, **columns: Any) -> list[Rollout]:
@@ -59,11 +58,11 @@ def metrics(*sessions: ScoringSession) -> dict[str, float]:
 def test_a_timeout_moves_a_function_to_workers_one_completion_a_call(
     executor: RewardExecutor,
 ) -> None:
-    rollouts = rollouts_of("a", "bb", "ccc")
-    score(executor, rollouts, one=spec("batch_size", timeout=30), all=spec("batch_size"))
+    both = {"one": spec("batch_size", timeout=30), "all": spec("batch_size")}
+    rollouts, _ = scored(executor, rollouts_of("a", "bb", "ccc"), **both)
     assert parts(rollouts, "one") == [1.0] * 3
     assert parts(rollouts, "all") == [3.0] * 3
-    score(executor, rollouts, r=spec("does", timeout=30))
+    rollouts, _ = scored(executor, rollouts, r=spec("does", timeout=30))
     assert os.getpid() not in {int(p or 0) for p in parts(rollouts)}
 
 
@@ -73,7 +72,7 @@ def test_a_completion_that_takes_too_long_gets_the_functions_value(
     executor: RewardExecutor, name: str, value: float | None
 ) -> None:
     rollouts = rollouts_of("quick", "hang", "quick too")
-    session = score(executor, rollouts, r=spec(name, timeout=1.0, on_error="count"))
+    rollouts, session = scored(executor, rollouts, r=spec(name, timeout=1.0, on_error="count"))
     assert parts(rollouts)[1] == value
     assert None not in (parts(rollouts)[0], parts(rollouts)[2])
     assert math.isnan(rollouts[1].reward) == (value is None)
@@ -84,9 +83,8 @@ def test_a_completion_that_takes_too_long_gets_the_functions_value(
 def test_a_completion_that_hangs_a_shipped_verifier_is_worth_nothing(
     executor: RewardExecutor,
 ) -> None:
-    rollouts = rollouts_of("a" * 60 + "b")
     spec = Reward(function="regex", args={"pattern": "^(a+)+$"}, timeout=0.5)
-    session = score(executor, rollouts, r=spec)
+    rollouts, session = scored(executor, rollouts_of("a" * 60 + "b"), r=spec)
     assert parts(rollouts) == [0.0]
     assert metrics(session) == {"rewards/r/timeouts": 1.0}
 
@@ -105,16 +103,16 @@ def test_a_failure_stops_the_run_or_is_counted(
 ) -> None:
     rollouts = rollouts_of("fine", text, "fine")
     with pytest.raises(TrainingError) as error:
-        score(executor, rollouts, r=spec("does", timeout=30))
+        scored(executor, rollouts, r=spec("does", timeout=30))
     assert str(error.value).startswith(message)
-    session = score(executor, rollouts, r=spec("does", timeout=30, on_error="count"))
+    rollouts, session = scored(executor, rollouts, r=spec("does", timeout=30, on_error="count"))
     assert [p is None for p in parts(rollouts)] == [False, True, False]
     assert metrics(session) == {"rewards/r/timeouts": 0.0, "rewards/r/errors": 1.0}
 
 
 def test_those_of_a_batch_that_do_not_fail_are_called_together(executor: RewardExecutor) -> None:
     rollouts = rollouts_of("fine", "raise", "fine too")
-    session = score(executor, rollouts, r=spec("batch_without_raise", on_error="count"))
+    rollouts, session = scored(executor, rollouts, r=spec("batch_without_raise", on_error="count"))
     assert parts(rollouts) == [2.0, None, 2.0]
     # Logged by the call that counts, and not by those that look for the failure.
     assert metrics(session) == {"rewards/r/errors": 1.0, "rewards/r/size": 2.0}
@@ -132,25 +130,23 @@ def test_equal_completions_of_equal_rows_are_scored_once(
     specs = {"r": spec("counted_once", timeout=30)}
     scorer = make(executor, specs, "answer")
     for _ in range(2):
-        scorer.score(rollouts)
-        assert parts(rollouts) == [1.0] * 3
+        assert parts(score(scorer, rollouts)[0]) == [1.0] * 3
     assert sorted(calls_of(tmp_path / "notes")) == ["a", "b"]
     # Another row is another matter, and so is another argument or function.
-    scorer.score(rollouts_of("a", answer=notes + "2"))
+    score(scorer, rollouts_of("a", answer=notes + "2"))
     assert calls_of(tmp_path / "notes2") == ["a"]
 
 
 def test_failures_are_not_remembered(executor: RewardExecutor, tmp_path: Path) -> None:
     rollouts = rollouts_of("raise", answer=str(tmp_path / "notes"))
     for _ in range(2):
-        score(executor, rollouts, r=spec("counted_once", timeout=30, on_error="count"))
+        scored(executor, rollouts, r=spec("counted_once", timeout=30, on_error="count"))
     assert calls_of(tmp_path / "notes") == ["raise", "raise"]
 
 
 def test_what_is_remembered_is_logged_again(executor: RewardExecutor) -> None:
     for _ in range(2):
-        rollouts = rollouts_of("abc")
-        session = score(executor, rollouts, r=spec("logs_once", timeout=30))
+        rollouts, session = scored(executor, rollouts_of("abc"), r=spec("logs_once", timeout=30))
         assert rollouts[0].extras == {"shouted": "ABC"}
         assert metrics(session)["rewards/r/length"] == 3.0
 
@@ -158,23 +154,23 @@ def test_what_is_remembered_is_logged_again(executor: RewardExecutor) -> None:
 def test_async_functions_wait_together_within_the_limit(executor: RewardExecutor) -> None:
     pool_rewards.MOST = 0
     rollouts = rollouts_of(*("x" * n for n in range(12)))
-    score(executor, rollouts, r=spec("waits", concurrency=4))
+    rollouts, _ = scored(executor, rollouts, r=spec("waits", concurrency=4))
     assert parts(rollouts) == [float(n) for n in range(12)]
     assert pool_rewards.MOST == 4
 
 
 def test_an_async_function_has_a_deadline_for_each_completion(executor: RewardExecutor) -> None:
     rollouts = rollouts_of("ok", "hang", "ok")
-    session = score(executor, rollouts, r=spec("waits_or_minus_2", timeout=0.5))
+    rollouts, session = scored(executor, rollouts, r=spec("waits_or_minus_2", timeout=0.5))
     assert parts(rollouts) == [2.0, -2.0, 2.0]
     assert metrics(session) == {"rewards/r/timeouts": 1.0}
 
 
 def test_an_async_function_that_raises(executor: RewardExecutor) -> None:
     with pytest.raises(TrainingError, match="'r' raised RuntimeError: in a coroutine at "):
-        score(executor, rollouts_of("ok", "raise"), r=spec("waits"))
+        scored(executor, rollouts_of("ok", "raise"), r=spec("waits"))
     with pytest.raises(TrainingError, match="'r' raised TimeoutError"):
-        score(executor, rollouts_of("timeout"), r=spec("waits"))
+        scored(executor, rollouts_of("timeout"), r=spec("waits"))
 
 
 def test_an_async_function_that_never_awaits_is_found_out(
@@ -183,7 +179,7 @@ def test_an_async_function_that_never_awaits_is_found_out(
     monkeypatch.setattr("grpo_cli.scoring.scorer.GRACE", -0.99)
     executor = RewardExecutor(Scoring())
     with pytest.raises(TrainingError, match="'r' blocks its event loop: its calls do not end at"):
-        score(executor, rollouts_of("x"), r=spec("blocks", timeout=1.0, concurrency=1000))
+        scored(executor, rollouts_of("x"), r=spec("blocks", timeout=1.0, concurrency=1000))
     executor.close()
 
 
@@ -198,23 +194,20 @@ def test_what_ends_a_coroutine_does_not_end_the_loop(executor: RewardExecutor) -
     ):
         with pytest.raises(TrainingError, match=f"'r' (raised )?({error})"):
             verdict_of(executor, text)
-        rollouts = rollouts_of("fine")
-        score(executor, rollouts, r=spec("waits"))
+        rollouts, _ = scored(executor, rollouts_of("fine"), r=spec("waits"))
         assert parts(rollouts) == [4.0], "the loop goes on"
 
 
 def verdict_of(executor: RewardExecutor, text: str) -> None:
-    rollouts = rollouts_of(text)
-    score(executor, rollouts, r=spec("ends", timeout=2.0))
+    rollouts, _ = scored(executor, rollouts_of(text), r=spec("ends", timeout=2.0))
     if rollouts[0].reward_parts["r"] is None:
         raise TrainingError("reward 'r' took more than its time")
 
 
 def test_logged_metrics_are_averaged_over_calls_and_sheets(executor: RewardExecutor) -> None:
-    rollouts = rollouts_of("abc", "a", "abcde")
-    sessions = [score(executor, [r], r=spec("logs")) for r in rollouts]
-    assert metrics(*sessions) == {"rewards/r/length": 3.0}
-    assert [r.extras for r in rollouts] == [
+    found = [scored(executor, [r], r=spec("logs")) for r in rollouts_of("abc", "a", "abcde")]
+    assert metrics(*(session for _, session in found)) == {"rewards/r/length": 3.0}
+    assert [r.extras for rollouts, _ in found for r in rollouts] == [
         {"shouted": "ABC"},
         {"shouted": "A"},
         {"shouted": "ABCDE"},
@@ -231,13 +224,13 @@ def test_logged_metrics_are_averaged_over_calls_and_sheets(executor: RewardExecu
 )
 def test_what_cannot_be_logged(executor: RewardExecutor, names: list[str], says: str) -> None:
     with pytest.raises(TrainingError, match=says):
-        score(executor, rollouts_of("x", "y"), **dict(zip("ab", map(spec, names), strict=False)))
+        scored(executor, rollouts_of("x", "y"), **dict(zip("ab", map(spec, names), strict=False)))
 
 
 def test_time_counts_what_was_computed(executor: RewardExecutor) -> None:
     times = []
     for _ in range(2):
-        session = score(executor, rollouts_of("zz"), r=spec("slowly_once", timeout=30))
+        _, session = scored(executor, rollouts_of("zz"), r=spec("slowly_once", timeout=30))
         times.append(metrics_of([session], Workers("cpu"))["time/rewards/r"])
     assert times[0] >= 0.05
     assert times[1] == 0.0
@@ -259,9 +252,8 @@ def test_functions_read_the_log_of_the_run(
     log: list[dict[str, Any]] = [{"step": 1, "x": 1.0}, {"step": 2, "x": 20.0}]
     other: list[dict[str, Any]] = [{"step": 1, "x": 300.0}]
     for lines in (log[:1], log, log, other, [], log):
-        rollouts = rollouts_of("x")
         state = TrainerState(log_history=list(lines))
-        score(executor, rollouts, state, r=spec("log_of", timeout=timeout))
+        rollouts, _ = scored(executor, rollouts_of("x"), state, r=spec("log_of", timeout=timeout))
         assert parts(rollouts) == [sum(line["x"] for line in lines)]
     executor.close()
     if timeout is None:

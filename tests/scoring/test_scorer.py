@@ -19,7 +19,7 @@ from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.scoring.step_rewards import token_of_character
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, score
 from tests.episodes import MESSAGES, make_episode
 
 # Reward functions, found by the recipe under tests.scoring.test_scorer:NAME.
@@ -112,9 +112,12 @@ def rollout(
     )
 
 
-def score(rollouts: list[Rollout], **rewards: Reward | str) -> list[float]:
-    scorer(rewards).score(rollouts)
-    return [r.reward for r in rollouts]
+def scored(rollouts: list[Rollout], **rewards: Reward | str) -> list[Rollout]:
+    return score(scorer(rewards), rollouts)[0]
+
+
+def rewards_of(rollouts: list[Rollout], **rewards: Reward | str) -> list[float]:
+    return [r.reward for r in scored(rollouts, **rewards)]
 
 
 def user_error(says: str, **rewards: Reward | str) -> None:
@@ -124,7 +127,7 @@ def user_error(says: str, **rewards: Reward | str) -> None:
 
 def training_error(rollouts: list[Rollout], says: str, **rewards: Reward | str) -> None:
     with pytest.raises(TrainingError) as error:
-        score(rollouts, **rewards)
+        scored(rollouts, **rewards)
     assert says in str(error.value)
 
 
@@ -172,9 +175,9 @@ def test_an_argument_that_a_function_does_not_take(function: str, says: str) -> 
 
 @pytest.mark.parametrize("function", ["mostly", "open_ended"])
 def test_a_keyword_only_argument_is_not_filled_by_a_column(function: str) -> None:
-    assert score([rollout(level=3)], r=function) == [7.0]
+    assert rewards_of([rollout(level=3)], r=function) == [7.0]
     given = Reward(f"tests.scoring.test_scorer:{function}", args={"level": 5})
-    assert score([rollout(level=3)], r=given) == [5.0]
+    assert rewards_of([rollout(level=3)], r=given) == [5.0]
 
 
 def test_the_runs_limit_fills_an_argument_of_its_name_unless_the_recipe_sets_it() -> None:
@@ -187,19 +190,18 @@ def test_the_runs_limit_fills_an_argument_of_its_name_unless_the_recipe_sets_it(
     }
     columns = ["max_completion_tokens"]
     made = scorer(rewards, columns=columns, max_completion_tokens=64)
-    r = rollout(max_completion_tokens=5)
-    made.score([r])
+    (r,), _ = score(made, [rollout(max_completion_tokens=5)])
     assert r.reward_parts == {"runs": 64.0, "recipes": 9.0, "column": 5.0}
     # Another run of the same recipe has its own limit.
     assert limited_by_run.args == {}
-    scorer(rewards, columns=columns, max_completion_tokens=32).score([r])
+    (r,), _ = score(scorer(rewards, columns=columns, max_completion_tokens=32), [r])
     assert r.reward_parts == {"runs": 32.0, "recipes": 9.0, "column": 5.0}
     user_error(r"'max_completion_tokens'; set reward\.r\.args\.max_completion_tokens", r="limited")
 
 
 def test_what_a_function_is_called_with() -> None:
     SEEN.clear()
-    score([rollout("a", "1", extra="e"), rollout("b", None, extra="f")], r="sees")
+    scored([rollout("a", "1", extra="e"), rollout("b", None, extra="f")], r="sees")
     for unlike in ("log_metric", "log_extra"):
         assert callable(SEEN[0].pop(unlike))
     assert [
@@ -218,7 +220,7 @@ def test_what_a_function_is_called_with() -> None:
 def test_chat_completions_come_in_trls_form() -> None:
     SEEN.clear()
     r = make_rollout(prompt=[{"role": "user", "content": "hi"}], text="ho")
-    score([r], r="sees")
+    scored([r], r="sees")
     assert SEEN[0]["prompts"] == [[{"role": "user", "content": "hi"}]]
     assert SEEN[0]["completions"] == [[{"role": "assistant", "content": "ho"}]]
 
@@ -226,7 +228,7 @@ def test_chat_completions_come_in_trls_form() -> None:
 def test_an_episode_comes_with_all_its_messages() -> None:
     SEEN.clear()
     r = make_episode((0.5, None), env_rewards={"Guess": 1.0})
-    score([r], r="sees")
+    scored([r], r="sees")
     assert SEEN[0]["completions"] == [list(MESSAGES)]
     assert SEEN[0]["completion_ids"] == [r.completion.ids]
     (episode,) = SEEN[0]["episodes"]
@@ -238,7 +240,7 @@ def test_an_episode_comes_with_all_its_messages() -> None:
     ]
     assert episode["stop_reason"] == "answered"
     assert episode["rewards"] == {"Guess": 1.0}
-    score([rollout("abc")], r="sees")
+    scored([rollout("abc")], r="sees")
     assert "episodes" not in SEEN[1], "which **kwargs would take"
 
 
@@ -246,51 +248,49 @@ def test_an_episode_comes_with_all_its_messages() -> None:
 def test_a_rollout_whose_environment_failed_is_not_scored(reason: str) -> None:
     SEEN.clear()
     failed, good = make_episode(stop_reason=reason, env_rewards={"Guess": 1.0}), make_episode()
-    rewards = score(
+    failed, good = scored(
         [failed, good],
         r="sees",
         size=Reward("length", args={"target": 0}),
         own=Reward("environment"),
     )
-    assert math.isnan(rewards[0]), "never 0.0"
+    assert math.isnan(failed.reward), "never 0.0"
     assert failed.reward_parts == {"r": None, "size": None, "own": None}
     assert failed.loss_tokens == 0
-    assert rewards[1] == -len("It is 42.")
+    assert good.reward == -len("It is 42.")
     assert [len(call["completions"]) for call in SEEN] == [1]
     SEEN.clear()
-    assert math.isnan(score([failed], r="sees")[0])
+    assert math.isnan(rewards_of([failed], r="sees")[0])
     assert SEEN == [], "no function is called"
 
 
 def test_the_environments_reward_is_credited_to_turns_if_the_run_says_so() -> None:
     r = make_episode((0.5, None), env_rewards={"Guess": 1.0})
     specs = {"own": Reward("environment", weight=2.0)}
-    Scorer(specs, (), "rows.jsonl", run={"episode_credit": "turns"}).score([r])
+    (r,), _ = score(Scorer(specs, (), "rows.jsonl", run={"episode_credit": "turns"}), [r])
     assert r.step_rewards == {"own": [(1, 1.0), (5, 2.0)]}
     assert (r.reward, r.reward_parts) == (3.0, {"own": 1.5})
     assert math.isnan(r.outcome_reward)
-    Scorer(specs, (), "rows.jsonl", run={"episode_credit": "sum"}).score(
-        [r := make_episode((0.5, None))]
-    )
+    summed = Scorer(specs, (), "rows.jsonl", run={"episode_credit": "sum"})
+    (r,), _ = score(summed, [make_episode((0.5, None))])
     assert (r.reward, r.step_rewards) == (1.0, {})
 
 
 def test_steps_of_an_episode_are_counted_in_tokens() -> None:
     RETURNED[:] = [[[(1, 0.5)]]]
-    r = make_episode()
-    score([r], r="returns_tokens")
+    (r,) = scored([make_episode()], r="returns_tokens")
     assert r.step_rewards == {"r": [(1, 0.5)]}
     with pytest.raises(TrainingError, match=r"by characters.*@reward\(positions="):
-        score([r], r="returns")
+        scored([r], r="returns")
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
-    rollouts = [rollout("abc", "abc"), rollout("abcd", "x")]
     weighed = {
         "right": Reward("tests.scoring.test_scorer:is_answer", weight=2.0),
         "size": Reward("tests.scoring.test_scorer:text_length", weight=-0.5),
     }
-    assert score(rollouts, **weighed) == [2 * 1 - 0.5 * 3, 2 * 0 - 0.5 * 4]
+    rollouts = scored([rollout("abc", "abc"), rollout("abcd", "x")], **weighed)
+    assert [r.reward for r in rollouts] == [2 * 1 - 0.5 * 3, 2 * 0 - 0.5 * 4]
     # The parts are kept as they were, without weights.
     assert rollouts[0].reward_parts == {"right": 1.0, "size": 3.0}
     # Without steps the outcome is all of the reward.
@@ -299,13 +299,13 @@ def test_the_reward_is_the_weighted_sum() -> None:
 
 
 def test_none_leaves_a_function_out_and_nothing_but_none_gives_nan() -> None:
-    both = [rollout("abc", None), rollout("abc", "abc")]
-    assert score(both, right="is_answer", size="text_length") == [3.0, 4.0]
+    rollouts = [rollout("abc", None), rollout("abc", "abc")]
+    both = scored(rollouts, right="is_answer", size="text_length")
+    assert [r.reward for r in both] == [3.0, 4.0]
     assert both[0].reward_parts == {"right": None, "size": 3.0}
-    alone = [rollout("abc", None), rollout("abc", "abc")]
-    rewards = score(alone, right="is_answer")
-    assert math.isnan(rewards[0])
-    assert rewards[1] == 1.0
+    alone = scored(rollouts, right="is_answer")
+    assert math.isnan(alone[0].reward)
+    assert alone[1].reward == 1.0
     assert math.isnan(alone[0].outcome_reward)
     assert [r.loss_tokens for r in alone] == [0, 2]
 
@@ -370,7 +370,7 @@ def test_a_value_that_is_not_a_finite_number(value: Any) -> None:
 )
 def test_numbers_of_every_kind_are_taken(returned: Any) -> None:
     RETURNED[:] = [returned]
-    rewards = score([rollout(), rollout()], r="returns")
+    rewards = rewards_of([rollout(), rollout()], r="returns")
     assert rewards == [1.0, 0.5]
     assert all(type(r) is float for r in rewards)
 
@@ -387,8 +387,7 @@ def encoded(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def test_steps_by_tokens() -> None:
     RETURNED[:] = [[[(0, 1.0), (2, -0.5)], [[1, 2]], ((2, True), (2, 0.25))]]
-    rollouts = [rollout("abc", ids=[7, 8, 9]) for _ in range(3)]
-    scorer({"r": by("tokens")}).score(rollouts)
+    rollouts = scored([rollout("abc", ids=[7, 8, 9]) for _ in range(3)], r=by("tokens"))
     assert [r.step_rewards for r in rollouts] == [
         {"r": [(0, 1.0), (2, -0.5)]},
         {"r": [(1, 2.0)]},
@@ -405,7 +404,7 @@ def test_steps_by_characters(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "aé中b"  # characters of 1, 2, 3 and 1 byte, a token each byte
     RETURNED[:] = [[[(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]]]
     r = rollout(text, ids=encoded(text, tokenizer))
-    scorer({"r": by("characters")}).score([r], tokenizer)
+    (r,), _ = score(scorer({"r": by("characters")}), [r], tokenizer)
     assert r.step_rewards == {"r": [(0, 1.0), (2, 2.0), (5, 3.0), (6, 4.0)]}
     assert r.reward == 10.0
 
@@ -442,13 +441,12 @@ def test_the_last_character_of_a_completion_cut_off_within_one(
 
 def test_weights_apply_to_steps_and_outcomes_leave_them_out() -> None:
     RETURNED[:] = [[[(0, 1.0), (1, 3.0)], [(1, -1.0)]]]
-    rollouts = [rollout("abc", "abc"), rollout("abc", None)]
-    rewards: Specs = {
+    rewards: dict[str, Reward | str] = {
         "steps": by("tokens", weight=0.5),
         "size": Reward("tests.scoring.test_scorer:text_length", weight=2.0),
         "right": "is_answer",
     }
-    scorer(rewards).score(rollouts)
+    rollouts = scored([rollout("abc", "abc"), rollout("abc", None)], **rewards)
     assert [r.step_rewards for r in rollouts] == [
         {"steps": [(0, 0.5), (1, 1.5)]},
         {"steps": [(1, -0.5)]},
@@ -460,8 +458,8 @@ def test_weights_apply_to_steps_and_outcomes_leave_them_out() -> None:
 
 def test_numbers_none_and_steps_in_one_list() -> None:
     RETURNED[:] = [[0.25, None, [(1, 3.0)], []]]
-    rollouts = [rollout() for _ in range(4)]
-    rewards = score(rollouts, r=by("tokens", weight=2.0))
+    rollouts = scored([rollout() for _ in range(4)], r=by("tokens", weight=2.0))
+    rewards = [r.reward for r in rollouts]
     assert rewards[0] == 0.5
     assert math.isnan(rewards[1])
     assert rewards[2:] == [6.0, 0.0]
@@ -475,8 +473,8 @@ def test_numbers_none_and_steps_in_one_list() -> None:
 
 def test_a_step_without_a_value_is_left_out() -> None:
     RETURNED[:] = [[[(0, None), (1, 3.0)]]]
-    r = rollout()
-    assert score([r], r=by("tokens")) == [3.0]
+    (r,) = scored([rollout()], r=by("tokens"))
+    assert r.reward == 3.0
     assert r.step_rewards == {"r": [(1, 3.0)]}
 
 
@@ -505,7 +503,7 @@ def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizer
     says = "the step (1, 1.0): must be (position of its last of 1 characters"
     training_error([rollout("é", ids=ids)], says, r=by("characters"))
     RETURNED[:] = [[[(2, 1.0)]]]
-    assert score([rollout("é", ids=ids)], r=by("tokens")) == [1.0]
+    assert rewards_of([rollout("é", ids=ids)], r=by("tokens")) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -524,7 +522,7 @@ def test_a_value_that_is_too_large(value: float, shown: str) -> None:
         says = f"returned {shown}, which is beyond ±1e+100; scale the reward down, for row 9"
         training_error([rollout("a"), rollout("b", row=9)], says, r=function)
     RETURNED[:] = [[1e100, -1e100, 10**100]]
-    assert score([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
+    assert rewards_of([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
 
 
 def leaves(completions: list[str], **_: Any) -> list[float]:
@@ -534,7 +532,7 @@ def leaves(completions: list[str], **_: Any) -> list[float]:
 def test_a_reward_that_leaves_the_program_is_an_error_and_no_success() -> None:
     scorer = Scorer({"r": Reward("tests.scoring.test_scorer:leaves")}, [], "here")
     with pytest.raises(TrainingError, match="'r' raised SystemExit"):
-        scorer.score([make_rollout()])
+        score(scorer, [make_rollout()])
 
 
 def test_an_error_does_not_repeat_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

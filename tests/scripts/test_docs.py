@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -31,6 +32,7 @@ from grpo_cli.training import callbacks
 from grpo_cli.training.callbacks import Event, HookOutcome, plain
 from grpo_cli.training.settings import Callback
 from tests import programs
+from tests.conftest import score
 from tests.programs import ROOT
 
 DOCS = ROOT / "docs"
@@ -70,8 +72,9 @@ def group() -> Group:
     return Group(0, prompt, [right, wrong])
 
 
-def score(scored: Group, **rewards: Reward) -> None:
-    scorer.Scorer(rewards, ["answer"], "here").score(scored.rollouts)
+def scored_group(**rewards: Reward) -> Group:
+    rollouts, _ = score(scorer.Scorer(rewards, ["answer"], "here"), group().rollouts)
+    return replace(group(), rollouts=rollouts)
 
 
 @pytest.mark.smoke
@@ -84,14 +87,14 @@ def test_tables_are_up_to_date() -> None:
 
 
 def test_every_metric_is_defined() -> None:
-    scored = group()
     counted = Reward("tests.pool_rewards:does", timeout=30, on_error="count")
     executor = RewardExecutor(Scoring(workers=1))
-    session = scorer.Scorer({"r": counted}, ["answer"], "here", executor).score(scored.rollouts)
+    counting = scorer.Scorer({"r": counted}, ["answer"], "here", executor)
+    _, session = score(counting, group().rollouts)
     executor.close()
     of_rewards = scorer.metrics_of([session], Workers("cpu"))
     assert len(of_rewards) == 3
-    score(scored, exact_match=Reward("exact_match"))
+    scored = scored_group(exact_match=Reward("exact_match"))
     step_stats = dict(rollout_stats([scored]))
     timed = Clock(torch.device("cpu"), STAGES, peak=1.0)
     for stage in ("generate", "forward_backward"):
@@ -132,8 +135,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def test_example_rewards_run(write: Write) -> None:
     write("rewards.md", "my_rewards.py")
-    scored = group()
-    score(scored, near=Reward("my_rewards:near", weight=0.5, args={"scale": 1000}))
+    scored = scored_group(near=Reward("my_rewards:near", weight=0.5, args={"scale": 1000}))
     assert [r.reward_parts["near"] for r in scored.rollouts] == [1.0, pytest.approx(0.228)]
     assert [r.reward for r in scored.rollouts] == [0.5, pytest.approx(0.114)]
     short = write("../README.md", "readme_rewards.py").short
@@ -145,9 +147,10 @@ def test_example_callback_runs(write: Write, tmp_path: Path) -> None:
     write("callbacks.md", "my_callbacks.py")
     config = Callback("my_callbacks:Unsolved", {"file": "unsolved.jsonl"})
     callback = callbacks.load({"unsolved": config})[0].target
-    scored, absent, outcome = group(), cast(Any, None), HookOutcome()
+    absent, outcome = cast(Any, None), HookOutcome()
     for step, reward in enumerate((0.5, 1.0, 1.0, 1.0), start=1):
-        scored.rollouts[0].reward, scored.rollouts[1].reward = reward, 0.0
+        pairs = zip(group().rollouts, (reward, 0.0), strict=True)
+        scored = replace(group(), rollouts=[replace(r, reward=value) for r, value in pairs])
         event = Event(
             name="unsolved",
             hook="on_step",

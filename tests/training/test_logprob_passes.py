@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -14,10 +12,10 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.records import Group
+from grpo_cli.records import WeightedSample
 from grpo_cli.training import logprob_passes
 from grpo_cli.training.run import Run
-from tests.conftest import make_group, make_loss, make_rollout
+from tests.conftest import make_loss, make_rollout
 from tests.partial_run import partial_run
 
 
@@ -28,29 +26,27 @@ def run_of(model: PreTrainedModel, loss: Loss) -> Run:
     return partial_run(Workers("cpu"), PolicyLogprobs(model), budget, optimizer, recipe=recipe)
 
 
-def episodes() -> list[Group]:
-    """Two rollouts of the same tokens: in the first one, most are a reply."""
+def episodes() -> list[WeightedSample]:
+    """Two samples of the same tokens: in the first one, most are a reply."""
     random = torch.Generator().manual_seed(0)
-    rollouts = []
+    samples = list[WeightedSample]()
     for sampled in ([True] * 3 + [False] * 12 + [True] * 2, [True] * 17):
         ids = torch.randint(3, 200, (17,), generator=random).tolist()
-        r = make_rollout(completion_ids=ids, reward=1.0, advantage=1.0)
-        r.completion = replace(r.completion, is_sampled=sampled)
-        r.token_advantages = torch.randn(17, generator=random)
-        rollouts.append(r)
-    return [make_group(0, rollouts)]
+        advantages = torch.randn(17, generator=random)
+        own = {"completion_ids": ids, "is_sampled": sampled, "token_advantages": advantages}
+        samples.append(make_rollout(reward=1.0, place=(0, len(samples)), **own))
+    return samples
 
 
 def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
-    run, groups = run_of(model, Loss(top_entropy=0.3)), episodes()
-    rollouts = groups[0].rollouts
+    run, rollouts = run_of(model, Loss(top_entropy=0.3)), episodes()
     stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts, entropy=True)
     masks = [r.completion.sampled_mask for r in rollouts]
     entropies = torch.cat([s.entropies[m] for s, m in zip(stats, masks, strict=True)])  # type: ignore[index]
     assert len(entropies) == 22
     threshold = token_selection.entropy_threshold(entropies, 0.3)
-    tokens = logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)
-    for r, mask, s in zip(rollouts, masks, stats, strict=True):
+    selected, tokens = logprob_passes.select_tokens(run, run.recipe, rollouts, 0, 22.0)
+    for r, mask, s in zip(selected, masks, stats, strict=True):
         assert s.entropies is not None
         assert r.high_entropy is not None
         assert r.high_entropy.bool().tolist() == ((s.entropies >= threshold) & mask).tolist()
@@ -60,9 +56,8 @@ def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("policy", ["clip_cov", "kl_cov"])
 def test_covariance_selects_sampled_tokens(model: PreTrainedModel, policy: str) -> None:
     # Log-probabilities of 0.0 and the reply's advantages would move both means.
-    run, groups = run_of(model, make_loss(policy=policy, cov_share=0.5, cov_low=0.0)), episodes()
-    logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)
-    rollouts = groups[0].rollouts
+    run = run_of(model, make_loss(policy=policy, cov_share=0.5, cov_low=0.0))
+    rollouts, _ = logprob_passes.select_tokens(run, run.recipe, episodes(), 0, 22.0)
     masks = [r.completion.sampled_mask for r in rollouts]
     stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts)
     cov = token_selection.covariance(

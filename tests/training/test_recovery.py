@@ -6,14 +6,12 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_cli.algorithm.loss import Mean, MeasuredUpdate
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.data import PromptStream
 from grpo_cli.records import RolloutStats, StepStats, rollout_stats
 from grpo_cli.training.recovery import StepBatch, StepProgress
-from grpo_cli.training.rollouts.credit import subtract_kl_from_rewards
 from tests.training.rollouts.test_stored_groups import (
     make_groups,
     make_stream,
@@ -69,21 +67,6 @@ def test_step_round_trip() -> None:
     assert [g.prompt_index for g in found.batch.groups] == [6, 2]
     assert all(g.prompt is r.prompt for g in found.batch.groups for r in g.rollouts)
     assert found.batch.groups[0].prompt is stream.prompt_at(6)
-
-
-def test_missing_outcome_stays_missing() -> None:
-    """A KL makes a number of it: with only steps rewarded there was none."""
-    stream = make_stream()
-    (group,) = make_groups(stream, 4)
-    for r in group.rollouts:
-        r.outcome_reward, r.reward = math.nan, 0.5
-    work = StepProgress(StepBatch([group], dict(rollout_stats([group])), {}))
-    for r in group.rollouts:
-        r.old_logprobs = r.ref_logprobs = torch.zeros(len(r.completion.ids))
-    subtract_kl_from_rewards(group.rollouts, "k1", beta=1.0)
-    assert [r.outcome_reward for r in group.rollouts] == [0.0, 0.0, 0.0]
-    (found,) = found_again(work, make_stream()).batch.groups
-    assert all(math.isnan(r.outcome_reward) for r in found.rollouts)
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,15 @@ from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.records import Group
+from grpo_cli.records import Group, TrainingSample, regrouped
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, loop, prepare, resume, run
 from grpo_cli.training.evaluation import Evaluation
-from grpo_cli.training.logprob_passes import fill_ref_logprobs
 from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
-from grpo_cli.training.rollouts.credit import set_token_weights
+from grpo_cli.training.rollouts.credit import weighted
 from grpo_cli.training.step import Step
 
 pytestmark = pytest.mark.runs
@@ -153,16 +152,13 @@ def one_update(live: run.Run) -> Update:
 
 def updated(live: run.Run) -> Update:
     """Gradients (kept, by an optimizer that does nothing) and metrics of a step's updates."""
-    step = collect(live, live.recipe, Clock(CPU))
-    rollouts = [r for g in step.groups for r in g.rollouts]
-    if live.policy.reference is not None:
-        fill_ref_logprobs(live, live.recipe, rollouts)
-    loop.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
+    step = step_with(live, collect(live, live.recipe, Clock(CPU)))
+    loop.make_samples(live, step, step.progress.batch)
     gradients: list[torch.Tensor] = []
     live.policy.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
         p.grad.clone() for p in live.policy.model.parameters()
     )
-    return gradients, loop.update_policy(live, step_with(live, step))
+    return gradients, loop.update_policy(live, step)
 
 
 def step_with(live: run.Run, batch: StepBatch) -> Step:
@@ -183,12 +179,13 @@ def test_reward_rises(tmp_path: Path) -> None:
 def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
     live = built(tmp_path)
     step = collect(live, live.recipe, Clock(CPU))
-    groups = step.groups
-    rollouts = [r for g in groups for r in g.rollouts]
-    for i, r in enumerate(rollouts):
-        r.reward, r.advantage = 1.0, float(i % 3 - 1)  # a third of them 0
-    tokens = sum(r.loss_tokens for r in rollouts)
-    set_token_weights(live.recipe, groups, live.workers)
+    every = [r for g in step.groups for r in g.rollouts]
+    samples = [
+        r.as_kind(TrainingSample, reward=1.0, advantage=float(i % 3 - 1))  # a third of them 0
+        for i, r in enumerate(every)
+    ]
+    step.groups = regrouped(step.groups, samples)
+    rollouts, tokens = weighted(live.recipe, step.groups, live.workers)
     batch = collate(rollouts, CPU)
     plain = PolicyLogprobs(live.policy.model, packed=False, chunked=False)
     logprobs, entropies = plain(rollouts, 1.0, entropy=True)

@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.algorithm.advantages import level_rewards, rule_function
+from grpo_cli.algorithm.advantages import rule_function, settled
 from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
@@ -33,7 +33,7 @@ from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Group, Prompt, Rollout
+from grpo_cli.records import Group, Prompt, Rollout, regrouped
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, metrics_of
 
@@ -108,12 +108,9 @@ def run_probe(
                 progress(min(len(own) * workers.size, len(chosen)), "prompts completed")
                 session.add(group.rollouts)
         own.sort(key=lambda group: group.prompt_index)
-        rollouts = [r for g in own for r in g.rollouts]
         with workers.raise_together():
-            session.finish(rollouts, parts.tokenizer)
-        level_rewards(own, {name: reward.weight for name, reward in recipe.reward.items()})
-        for r in rollouts:
-            r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
+            scored = session.finish([r for g in own for r in g.rollouts], parts.tokenizer)
+        own = settled(regrouped(own, scored), recipe.reward_weights, recipe.loss.mask_truncated)
         gathered = workers.gather((own, session.errors))
         counts = metrics_of([session], workers)
         groups = [group for part, _ in gathered for group in part]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.distributed import fsdp
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, first_line
 from grpo_cli.generation.base import EngineSetup, Finished, Generator, Request, Session
 from grpo_cli.generation.embedded.cached_decoding import CachedDecoder
 from grpo_cli.generation.embedded.decoding_state import DecodingState
@@ -322,7 +322,7 @@ class EmbeddedSession(Session):
                 if not memory.is_out_of_memory(error):
                     raise
                 is_out_of_memory = True
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
             # After the except block, whose traceback held memory.
             if finished := [done for state in states for done in state.take_finished()]:
                 yield finished  # in the step that has failed

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_cli.errors import first_line
+
 Replay = Callable[[], object]
 
 
@@ -67,7 +69,7 @@ class FallbackGraphs:
         try:
             return self.graphs.capture(key, function)
         except (RuntimeError, NotImplementedError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
         self.has_failed = True
         self.say(f"note: decoding step by step, without CUDA graphs ({reason})")
         return function

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError, UserError, listed
+from grpo_cli.errors import TrainingError, UserError, first_line, listed
 from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
 from grpo_cli.generation.vllm import images, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
@@ -276,8 +276,7 @@ class ColocatedGenerator(VllmGenerator):
         except ValueError as error:
             rows = dict.fromkeys(p.row for p in prompts if p.images) or [p.row for p in prompts]
             raise TrainingError(
-                f"vLLM refuses a prompt (rows {listed(map(str, rows))}): "
-                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                f"vLLM refuses a prompt (rows {listed(map(str, rows))}): {first_line(error)}",
                 alone=True,
             ) from error
 

@@ -32,6 +32,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from grpo_cli.errors import first_line
 from grpo_cli.generation.vllm import gloo_wire, ipc_wire, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.client import REQUEST_SECONDS, UPDATE_SECONDS, Server, ServerLost
@@ -164,8 +165,8 @@ class GlooLink(BroadcastLink):
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             self.raise_failure()
-            said = str(error).splitlines()[0]
-            raise self.server.lost("weight transfer", f"the connection broke ({said})") from error
+            said = f"the connection broke ({first_line(error)})"
+            raise self.server.lost("weight transfer", said) from error
 
 
 class NcclLink(BroadcastLink):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
-from grpo_cli.algorithm.advantages import level_rewards
+from grpo_cli.algorithm.advantages import settled
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
@@ -22,11 +23,18 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models.flops import rollout_flops
-from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_stats
+from grpo_cli.records import (
+    Group,
+    Rollout,
+    RolloutStats,
+    StepStats,
+    regrouped,
+    rollout_stats,
+)
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
-from grpo_cli.training.logprob_passes import fill_old_logprobs
+from grpo_cli.training.logprob_passes import with_old_logprobs
 from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.credit import has_signal, unknown_reward_names
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
@@ -64,7 +72,9 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
             run.workers.raise_together(),
             clock.stage("reward"),
         ):
-            session.finish([r for g in groups for r in g.rollouts], run.policy.tokenizer)
+            rollouts = session.finish([r for g in groups for r in g.rollouts], run.policy.tokenizer)
+        groups = regrouped(groups, rollouts)
+        groups = settled(groups, recipe.reward_weights, recipe.loss.mask_truncated)
         fresh = _statistics(run, recipe, groups)
         sampled |= fresh
         usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, recipe, group)}
@@ -81,7 +91,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     if dynamic:
         with clock.stage("old_logprobs"):  # under the current policy, before its update
             leftover = [r for g in queue.leftover for r in g.rollouts]
-            fill_old_logprobs(run, recipe, leftover)
+            kept = with_old_logprobs(run, recipe, leftover)
+            queue.leftover = regrouped(queue.leftover, kept)
         counts = {
             "attempts": len(sessions),
             "sampled": len(sampled),
@@ -91,7 +102,12 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         }
         batch.metrics |= {f"dynamic_sampling/{k}": float(n) for k, n in counts.items()}
     if queue.prefetch_steps:
-        batch.metrics |= _mark_prefetched(run, own, prefetched, clock)
+        rollouts = [r for g in own for r in g.rollouts]
+        if prefetched is not None:
+            rollouts = [with_samplers_logprobs(r, run.state.step) for r in rollouts]
+            batch.groups = regrouped(own, rollouts)
+        took, waited = prefetched.seconds if prefetched else math.nan, clock.seconds["generate"]
+        batch.metrics |= staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
     if queue.episodes is not None:
         batch.metrics |= queue.episodes.take_times()
     streams = recipe.dataset.streaming  # whose rows do not come again soon
@@ -144,29 +160,15 @@ def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
     return 0.0 if same and not always else tokens
 
 
-def _mark_prefetched(
-    run: Run, groups: Sequence[Group], prefetched: PrefetchedGroups | None, clock: Clock
-) -> dict[str, float]:
-    """Gives prefetched rollouts the sampler's log-probabilities; returns their metrics.
-
-    Args:
-        prefetched: None if the groups were sampled in this step.
-    """
-    rollouts = [r for g in groups for r in g.rollouts]
-    for r in rollouts if prefetched is not None else ():
-        use_samplers_logprobs(r, run.state.step)
-    took, waited = prefetched.seconds if prefetched else math.nan, clock.seconds["generate"]
-    return staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
-
-
-def use_samplers_logprobs(rollout: Rollout, step: int) -> None:
-    """Sets old_logprobs to the sampler's log-probabilities for a rollout of an earlier policy.
+def with_samplers_logprobs(rollout: Rollout, step: int) -> Rollout:
+    """Returns a rollout of an earlier policy with the sampler's log-probabilities as old ones.
 
     The trainer no longer has that policy; keeping it would take a copy of the weights per step.
     """
     sampled_at = rollout.completion.sampled_at
-    if sampled_at is not None and sampled_at < step:
-        rollout.old_logprobs = torch.tensor(rollout.completion.sampling_logprobs)
+    if sampled_at is None or sampled_at >= step:
+        return rollout
+    return replace(rollout, old_logprobs=torch.tensor(rollout.completion.sampling_logprobs))
 
 
 def _sample(
@@ -201,10 +203,6 @@ def _sample(
 
 def _statistics(run: Run, recipe: Recipe, groups: Sequence[Group]) -> StepStats:
     """Returns all processes' statistics of groups that have been scored."""
-    level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
-    for group in groups:
-        for r in group.rollouts:
-            r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
     step_stats = gathered(run.workers, groups)
     check_environments(recipe, step_stats, run.state.step)
     if run.state.step == 0:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from grpo_cli.algorithm.advantages import (
     advantage_shares,
@@ -30,9 +32,10 @@ from grpo_cli.environments.factory import rollout_function
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.records import (
     Group,
-    Rollout,
     RolloutStats,
     StepStats,
+    TrainingSample,
+    WeightedSample,
     matrix,
     reward_tensors,
     weighted_parts,
@@ -45,48 +48,55 @@ if TYPE_CHECKING:  # it imports transformers, and recipes are checked without
 ZERO_ADVANTAGE = "frac_zero_advantage"
 
 
-def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: float) -> None:
-    """Subtracts β·Σ_t KL_t of the policy that sampled from each rollout's reward.
+def less_kl(sample: TrainingSample, estimator: str, beta: float) -> TrainingSample:
+    """Subtracts β·Σ_t KL_t of the policy that sampled from a sample's reward.
 
     The sum is over the tokens that the policy has sampled.
     """
-    for r in rollouts:
-        assert r.old_logprobs is not None, "computed for every rollout before"
-        assert r.ref_logprobs is not None, "computed for every rollout before"
-        if math.isnan(r.outcome_reward) and not math.isnan(r.reward):
-            r.outcome_reward = 0.0  # only steps were rewarded
-        kl = ESTIMATORS[estimator](r.old_logprobs, r.ref_logprobs)  # [C]
-        if r.completion.is_sampled is not None:
-            kl = kl[r.completion.sampled_mask]
-        r.outcome_reward -= beta * kl.sum().item()
+    if not sample.is_scored:
+        return sample
+    assert sample.old_logprobs is not None, "computed for every scored sample before"
+    assert sample.ref_logprobs is not None, "computed for every scored sample before"
+    # It is NaN if only steps were rewarded.
+    reward = 0.0 if math.isnan(sample.outcome_reward) else sample.outcome_reward
+    kl = ESTIMATORS[estimator](sample.old_logprobs, sample.ref_logprobs)  # [C]
+    if sample.completion.is_sampled is not None:
+        kl = kl[sample.completion.sampled_mask]
+    return replace(sample, outcome_reward=reward - beta * kl.sum().item())
 
 
-def assign_advantages(
+def with_advantages(
     recipe: Recipe, groups: Sequence[Group], step_stats: StepStats, step: int
-) -> dict[str, float]:
-    """Computes the advantages of all processes' groups, and sets those of this process's groups.
+) -> tuple[list[Group], dict[str, float]]:
+    """Computes the advantages of all processes' groups.
 
     Args:
+        groups: this process's, of training samples.
+        step_stats: the statistics of all processes' groups.
         step: number of the step from 0, for messages.
 
     Returns:
-        The metrics of the advantages, over all processes.
+        This process's groups with their advantages, and the metrics over all processes.
 
     Raises:
         TrainingError: the rule or the loss does not take such rewards.
     """
     if not step_stats:
-        return {ZERO_ADVANTAGE: 1.0}
+        return [*groups], {ZERO_ADVANTAGE: 1.0}
     try:
         rows = rule_advantages(recipe, step_stats)
     except ValueError as error:
         raise TrainingError(f"step {step + 1}: {error}") from error
+    credited = []
     for g in groups:
-        for r, advantage in zip(g.rollouts, rows[g.prompt_index], strict=False):  # ends in padding
-            r.advantage = advantage
-        if any(r.step_rewards for r in g.rollouts):
-            credit_steps(recipe, g)
-    return advantage_metrics(recipe, step_stats, rows)
+        advantages = rows[g.prompt_index]  # ends in padding
+        tokens = token_advantages(recipe, g, advantages)
+        samples = [
+            r.as_kind(TrainingSample, advantage=advantage, token_advantages=own)
+            for r, advantage, own in zip(g.rollouts, advantages, tokens, strict=False)
+        ]
+        credited.append(replace(g, rollouts=samples))
+    return credited, advantage_metrics(recipe, step_stats, rows)
 
 
 def advantage_metrics(
@@ -113,7 +123,7 @@ def advantage_metrics(
             not any(a != 0 and not o.excluded for a, o in zip(rows[p], group, strict=False))
             for p, group in ordered
         ]
-    weights = {name: reward.weight for name, reward in recipe.reward.items()}
+    weights = recipe.reward_weights
     summands = traits_of(rule_function(recipe.advantage)).summands
     if summands is not None and not has_steps:
         values = apply(summands, reward_tensors(step_stats, weights), recipe.advantage)
@@ -134,18 +144,28 @@ def rule_advantages(recipe: Recipe, step_stats: StepStats) -> dict[int, list[flo
     Raises:
         ValueError: the rule does not take such rewards.
     """
-    weights = {name: reward.weight for name, reward in recipe.reward.items()}
+    weights = recipe.reward_weights
     tensors = reward_tensors(step_stats, weights)
     advantages = apply(rule_function(recipe.advantage), tensors, recipe.advantage)  # [P, G]
     return dict(zip(sorted(step_stats), advantages.tolist(), strict=True))
 
 
-def credit_steps(recipe: Recipe, group: Group) -> None:
-    """Adds the advantages of rewarded steps and turns to those of a group's completions.
+def token_advantages(
+    recipe: Recipe, group: Group, advantages: Sequence[float]
+) -> Sequence[Tensor | None]:
+    """Returns each completion's advantage plus those of its rewarded steps and turns, [C].
+
+    Args:
+        advantages: the advantage of each completion by the recipe's rule.
+
+    Returns:
+        None for each completion if no steps were rewarded.
 
     Raises:
         TrainingError: the loss gives all tokens of a completion one gradient.
     """
+    if not any(r.step_rewards for r in group.rollouts):
+        return [None] * len(group.rollouts)
     if (name := one_gradient(recipe.loss)) is not None:
         raise TrainingError(
             f"loss.{name}: gives all tokens of a completion one gradient, but a reward function "
@@ -158,28 +178,29 @@ def credit_steps(recipe: Recipe, group: Group) -> None:
         for r in group.rollouts
     ]
     lengths = [len(r.completion.ids) for r in group.rollouts]
-    found = process_advantages(steps, lengths, scale=scale)
-    for r, own in zip(group.rollouts, found, strict=True):
-        r.token_advantages = own + r.advantage
+    of_steps = process_advantages(steps, lengths, scale=scale)
+    found = [own + a for own, a in zip(of_steps, advantages, strict=False)]
     if of_turns:
-        credit_turns(group, of_turns, scale)
+        add_turns(found, group, of_turns, scale)
+    return found
 
 
-def credit_turns(group: Group, names: Collection[str], scale: str) -> None:
+def add_turns(found: list[Tensor], group: Group, names: Collection[str], scale: str) -> None:
     """Adds the advantages of turns to the tokens of these turns.
 
     Args:
+        found: the advantages of each completion's tokens, [C].
         names: the reward functions whose steps are turns.
         scale: as for `turn_advantages`.
     """
-    rollouts = [r for r in group.rollouts if r.step_rewards.keys() & {*names}]
+    pairs = zip(found, group.rollouts, strict=True)
+    trained = [(tokens, r) for tokens, r in pairs if r.step_rewards.keys() & {*names}]
     rewards = [
-        turn_rewards([[v for _, v in r.step_rewards.get(n, ())] for n in names]) for r in rollouts
+        turn_rewards([[v for _, v in r.step_rewards.get(n, ())] for n in names]) for _, r in trained
     ]
-    for r, own in zip(rollouts, turn_advantages(rewards, scale=scale), strict=True):
-        assert r.token_advantages is not None, "set before"
+    for (tokens, r), own in zip(trained, turn_advantages(rewards, scale=scale), strict=True):
         for (start, end), value in zip(r.completion.model_turns, own, strict=True):
-            r.token_advantages[start:end] += value
+            tokens[start:end] += value
 
 
 def turn_rewards(parts: Sequence[Sequence[float]]) -> list[float]:
@@ -209,11 +230,13 @@ def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
     return any(a != 0 and not o.excluded for a, o in zip(advantages, group, strict=True))
 
 
-def set_token_weights(recipe: Recipe, groups: Sequence[Group], workers: Workers) -> float:
-    """Sets the token weight of each rollout; returns the tokens of the optimizer batch.
+def weighted(
+    recipe: Recipe, groups: Sequence[Group], workers: Workers
+) -> tuple[list[WeightedSample], float]:
+    """Returns the samples that train, with their token weights, and all processes' loss tokens.
 
     Args:
-        groups: this process's groups of the optimizer batch.
+        groups: this process's groups of the optimizer batch, of training samples.
     """
     lengths = {g.prompt_index: sum(r.loss_tokens for r in g.rollouts) for g in groups}
     counts = workers.sum(
@@ -223,17 +246,20 @@ def set_token_weights(recipe: Recipe, groups: Sequence[Group], workers: Workers)
             "prompts": float(len(groups)),
         }
     )
+    samples = []
     for g in groups:
-        for r in g.rollouts:
+        for index, r in enumerate(g.rollouts):
             if r.loss_tokens:
-                r.weight = token_weight(
+                weight = token_weight(
                     recipe.loss.normalize,
                     r.loss_tokens,
                     lengths[g.prompt_index],
                     counts,
                     recipe.generation.max_completion_tokens,
                 )
-    return counts["tokens"]
+                place = (g.prompt_index, index)
+                samples.append(r.as_kind(WeightedSample, place=place, weight=weight))
+    return samples, counts["tokens"]
 
 
 ENVIRONMENT = "environment"  # the reward that an environment gives

@@ -78,8 +78,9 @@ def from_entries(
         prompt = stream.prompt_at(position)
         if prompt.ids != entry["prompt_ids"] or entry["rewards"] != digest(fingerprint):
             continue
-        rollouts = [from_state(prompt, values) for values in entry["rollouts"]]
-        for rollout in rollouts:
-            rollout.extras = json.loads(rollout.extras or "{}")  # type: ignore[arg-type]
+        rollouts = [
+            from_state(prompt, {**values, "extras": json.loads(values["extras"])})
+            for values in entry["rollouts"]
+        ]
         groups.append(Group(position, rollouts[0].prompt, rollouts))
     return groups

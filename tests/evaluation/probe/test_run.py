@@ -25,16 +25,15 @@ RECIPE = Recipe(
 def rollout(right: float | None, ids: list[int], *, cut: bool = False, row: int = 0) -> Rollout:
     parts = {"right": right, "form": 1.0}
     reward = math.nan if right is None else right + 0.5
-    made = make_rollout(
+    return make_rollout(
         completion_ids=ids,
         finish_reason="length" if cut else "stop",
         columns={"answer": f"answer {row}"},
         row=row,
         parts=parts,
         prompt=f"prompt {row}",
+        reward=reward,
     )
-    made.reward = made.outcome_reward = reward
-    return made
 
 
 GROUPS = [
@@ -80,10 +79,10 @@ def test_a_completion_without_a_value() -> None:
 
 def test_what_has_to_differ() -> None:
     a, b = rollout(1.0, [7]), rollout(0.0, [7])
-    b.reward_parts, b.outcome_reward = {"right": 0.0, "form": 3.0}, 1.5  # the same sum
+    b = replace(b, reward_parts={"right": 0.0, "form": 3.0}, outcome_reward=1.5)  # the same sum
     assert signal_key(RECIPE, a) == signal_key(RECIPE, b)
     apart = replace(RECIPE, advantage=Advantage(rule="gdpo"))
     assert signal_key(apart, a) != signal_key(apart, b)
-    b.step_rewards = {"form": [(0, 1.0)]}
+    b = replace(b, step_rewards={"form": [(0, 1.0)]})
     assert signal_key(RECIPE, a) != signal_key(RECIPE, b)
     assert signal_key(RECIPE, rollout(None, [7])) is None

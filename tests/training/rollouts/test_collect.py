@@ -1,6 +1,5 @@
 """A step ends the run where too much of it failed."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,11 @@ from tests.episodes import make_episode
 
 def outcomes(failures: int, of: int = 8, reason: str = "env_error") -> StepStats:
     """Two groups; some of the rollouts, in order, have an environment that failed."""
-    rollouts = [make_episode((None, None)) for _ in range(of)]
-    for i, r in enumerate(rollouts[:failures]):
-        r.completion = replace(r.completion, stop_reason=reason, env_error=f"error {i}")
+    failed = [
+        make_episode((None, None), stop_reason=reason, env_error=f"error {i}")
+        for i in range(failures)
+    ]
+    rollouts = [*failed, *(make_episode((None, None)) for _ in range(of - failures))]
     groups = [make_group(0, rollouts[: of // 2]), make_group(1, rollouts[of // 2 :])]
     return dict(rollout_stats(groups))
 

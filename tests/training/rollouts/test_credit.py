@@ -1,6 +1,7 @@
 """Which groups have something to learn from, and what a KL takes off a reward."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
-from grpo_cli.records import Rollout, RolloutStats, rollout_stats
+from grpo_cli.records import Group, Rollout, RolloutStats, TrainingSample, rollout_stats
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.rollouts import credit
 from tests.conftest import make_group, make_rollout
@@ -76,11 +77,13 @@ def test_masked_rollouts_have_no_signal() -> None:
 
 
 def test_kl_is_subtracted_from_the_outcome() -> None:
-    plain, of_steps, without = (make_rollout(reward=r) for r in (2.0, 1.0, NAN))
-    of_steps.outcome_reward = NAN
-    for r in (plain, of_steps, without):
-        r.old_logprobs, r.ref_logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
-    credit.subtract_kl_from_rewards([plain, of_steps, without], "k1", 0.1)
+    old, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
+    plain, of_steps, without = (
+        credit.less_kl(
+            make_rollout(reward=r, outcome_reward=o, old_logprobs=old, ref_logprobs=ref), "k1", 0.1
+        )
+        for r, o in ((2.0, 2.0), (1.0, NAN), (NAN, NAN))
+    )
     assert plain.outcome_reward == pytest.approx(1.95)
     assert of_steps.outcome_reward == pytest.approx(-0.05)
     assert math.isnan(without.outcome_reward), "what has no reward trains on nothing"
@@ -89,19 +92,18 @@ def test_kl_is_subtracted_from_the_outcome() -> None:
 
 @pytest.mark.parametrize("loss", [Loss(policy="gmpo"), Loss(ratio_level="sequence")])
 def test_rewarded_steps_need_a_loss_with_tokens(loss: Loss) -> None:
-    rollouts = [make_rollout(reward=1.0), make_rollout(reward=0.0)]
-    rollouts[0].step_rewards = {"s": [(0, 1.0)]}
+    rollouts = [make_rollout(step_rewards={"s": [(0, 1.0)]}), make_rollout()]
     with pytest.raises(TrainingError, match="gives all tokens of a completion one gradient"):
-        credit.credit_steps(Recipe(loss=loss), make_group(0, rollouts))
+        credit.token_advantages(Recipe(loss=loss), make_group(0, rollouts), [0.0, 0.0])
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("none", 0.5), ("group", 0.5 / (0.5**0.5 + 1e-4))])
 def test_steps_are_scaled_like_the_rule(scale: str, expected: float) -> None:
-    rollouts = [make_rollout(reward=1.0), make_rollout(reward=0.0)]
-    for r, value in zip(rollouts, (1.0, 0.0), strict=True):
-        r.step_rewards = {"s": [(0, value)]}
-    credit.credit_steps(Recipe(advantage=Advantage(scale=scale)), make_group(0, rollouts))
-    assert rollouts[0].advantages.tolist() == pytest.approx([expected, 0.0])
+    rollouts = [make_rollout(step_rewards={"s": [(0, value)]}) for value in (1.0, 0.0)]
+    recipe = Recipe(advantage=Advantage(scale=scale))
+    first, _ = credit.token_advantages(recipe, make_group(0, rollouts), [0.0, 0.0])
+    assert first is not None
+    assert first.tolist() == pytest.approx([expected, 0.0])
 
 
 # What the advantages come from
@@ -163,19 +165,29 @@ def test_the_shares_of_rewarded_steps_are_those_of_their_sum() -> None:
 
 def turns_of_a_group() -> list[Rollout]:
     """Rewards of turns, with weights: 2, 0 | 0 | not scored; replies of two tokens."""
-    found = [make_episode((1.0, None)), make_episode((0.0,)), make_episode((None,))]
-    found[0].step_rewards = {"own": [(1, 2.0), (5, 0.0)]}
-    found[1].step_rewards = {"own": [(1, 0.0)]}
-    for r, style in zip(found, (1.0, 0.0, NAN), strict=True):
-        r.outcome_reward, r.reward_parts = style, {"own": 0.0, "style": style}
-        r.reward = style + sum(v for _, v in r.step_rewards.get("own", ()))
-    return found
+    steps = ({"own": [(1, 2.0), (5, 0.0)]}, {"own": [(1, 0.0)]}, dict[str, Any]())
+    return [
+        replace(
+            make_episode(rewards),
+            step_rewards=own,
+            reward_parts={"own": 0.0, "style": style},
+            outcome_reward=style,
+            reward=style + sum(v for _, v in own.get("own", ())),
+        )
+        for rewards, own, style in zip(
+            ((1.0, None), (0.0,), (None,)), steps, (1.0, 0.0, NAN), strict=True
+        )
+    ]
+
+
+def advantages_of(recipe: Recipe, group: Group) -> list[TrainingSample]:
+    (found,), _ = credit.with_advantages(recipe, [group], dict(rollout_stats([group])), 0)
+    return [r for r in found.rollouts if isinstance(r, TrainingSample)]
 
 
 def test_the_advantages_of_turns_are_on_their_tokens() -> None:
-    rollouts = turns_of_a_group()
-    recipe, group = by_turns(), make_group(0, rollouts)
-    credit.assign_advantages(recipe, [group], dict(rollout_stats([group])), 0)
+    recipe, group = by_turns(), make_group(0, turns_of_a_group())
+    rollouts = advantages_of(recipe, group)
     # The rule gives ±0.5 for the style. Returns: 2 and 0 at the first turn, 0 and 0 at the second;
     # the reply (tokens 2 and 3) has no turn's advantage, and does not train.
     assert rollouts[0].advantages.tolist() == [1.5, 1.5, 0.5, 0.5, 0.5, 0.5]
@@ -186,13 +198,13 @@ def test_the_advantages_of_turns_are_on_their_tokens() -> None:
 
 
 def test_step_rewards_beside_turns() -> None:
-    rollouts = turns_of_a_group()[:2]
-    rollouts[0].step_rewards["prm"] = [(3, 1.0)]
-    rollouts[1].step_rewards["prm"] = [(1, 0.0)]
-    group = make_group(0, rollouts)
-    credit.credit_steps(by_turns(), group)
-    assert rollouts[0].advantages.tolist() == [1.5, 1.5, 0.5, 0.5, 0.0, 0.0]
-    assert rollouts[1].advantages.tolist() == [-1.5, -1.5]
+    rollouts = [
+        replace(r, step_rewards=r.step_rewards | {"prm": steps})
+        for r, steps in zip(turns_of_a_group(), ([(3, 1.0)], [(1, 0.0)]), strict=False)
+    ]
+    found = credit.token_advantages(by_turns(), make_group(0, rollouts), [0.0, 0.0])
+    expected = [[1.5, 1.5, 0.5, 0.5, 0.0, 0.0], [-1.5, -1.5]]
+    assert [tokens.tolist() for tokens in found if tokens is not None] == expected
 
 
 def test_equal_returns_of_turns_are_no_signal() -> None:

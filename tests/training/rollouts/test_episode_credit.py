@@ -10,11 +10,12 @@ from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.errors import UserError
+from grpo_cli.records import TrainingSample
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import loop
 from grpo_cli.training.rollouts.collect import collect
-from grpo_cli.training.rollouts.credit import check_episode_credit
+from grpo_cli.training.rollouts.credit import check_episode_credit, with_advantages
 from tests.conftest import CPU
 from tests.training.test_train import built, metrics
 
@@ -81,9 +82,8 @@ def test_run_with_credit_for_turns(tmp_path: Path) -> None:
         loss__kl_in="reward",
     )
     batch = collect(live, live.recipe, Clock(CPU))
-    groups = batch.groups
-    loop.assign_advantages(live.recipe, groups, batch.step_stats, 0)
-    rollouts = [r for g in groups for r in g.rollouts]
+    groups, _ = with_advantages(live.recipe, batch.groups, batch.step_stats, 0)
+    rollouts = [r.as_kind(TrainingSample) for g in groups for r in g.rollouts]
     failed = [r for r in rollouts if r.completion.environment_failed]
     assert 0 < len(failed) < len(rollouts)
     for r in failed:

@@ -29,7 +29,7 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
 from grpo_cli.training import loop, resume, run
 from grpo_cli.training.rollouts import queue
-from grpo_cli.training.rollouts.collect import use_samplers_logprobs
+from grpo_cli.training.rollouts.collect import with_samplers_logprobs
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.step import Step
 from tests.conftest import as_prompts, make_group, make_rollout
@@ -143,8 +143,7 @@ def test_overlap_metrics(waited: float, gained: float) -> None:
 
 @pytest.mark.parametrize(("sampled_at", "kept"), [(6, True), (7, False), (None, False)])
 def test_old_logprobs_of_an_earlier_policy(sampled_at: int | None, kept: bool) -> None:
-    (rollout,) = aged(sampled_at)
-    use_samplers_logprobs(rollout, 7)
+    (rollout,) = (with_samplers_logprobs(r, 7) for r in aged(sampled_at))
     assert (rollout.old_logprobs is not None) == kept
     if rollout.old_logprobs is not None:
         assert rollout.old_logprobs.tolist() == [-0.5]

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 
 from grpo_cli.data import PromptStream
-from grpo_cli.records import NOT_STORED, Completion, Group, Prompt, Rollout, Turn
+from grpo_cli.records import Completion, Group, Prompt, Rollout, TrainingSample, Turn, regrouped
 from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
 
-# What a step computes once it trains on the group: not there yet when a group is carried.
-LATER = {
-    "advantage", "token_advantages", "ref_logprobs", "weight", "high_entropy", "cov_selected",
-}  # fmt: skip
 NOT_KEPT = {"prompt", "completion"}  # by position and in parts
 REWARDS = "right and steps"
 
@@ -108,14 +104,15 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_every_field_is_stored() -> None:
-    # A new field of Rollout has to be decided on: kept, or computed later.
-    assert set(NOT_STORED) == LATER | NOT_KEPT
-    groups = to_entries(make_groups(make_stream(), 2, 11), REWARDS)
+def test_every_field_of_a_rollout_is_stored() -> None:
+    rollouts = make_groups(make_stream(), 2, 11)
+    samples = [r.as_kind(TrainingSample, advantage=1.0) for g in rollouts for r in g.rollouts]
+    groups = to_entries(regrouped(rollouts, samples), REWARDS)
+    assert same(groups, to_entries(rollouts, REWARDS)), "what a step computes anew is not"
     of_rollout = {f.name for f in dataclasses.fields(Rollout)}
     of_completion = {f.name for f in dataclasses.fields(Completion)}
     stored = {name for group in groups for rollout in group["rollouts"] for name in rollout}
-    assert stored == (of_rollout - LATER - NOT_KEPT) | of_completion
+    assert stored == (of_rollout - NOT_KEPT) | of_completion
 
 
 def test_a_first_observation_comes_back_with_its_group() -> None:
