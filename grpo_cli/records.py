@@ -182,8 +182,8 @@ class Rollout:
 
     def as_kind(self, kind: type[R], **values: Any) -> R:
         """Returns a record of a kind of rollout, with this rollout's values and the given ones."""
-        names = {f.name for f in dataclasses.fields(kind)} & vars(self).keys()
-        own = {name: getattr(self, name) for name in names}
+        names = {f.name for f in dataclasses.fields(kind)}
+        own = {name: value for name, value in vars(self).items() if name in names}
         return kind(**{**own, **values})
 
 

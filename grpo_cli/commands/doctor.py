@@ -253,8 +253,7 @@ def hub() -> Iterator[Line]:
     try:
         HfApi().model_info("openai-community/gpt2", timeout=10)
     except Exception as error:  # from any of several libraries
-        said = f"{constants.ENDPOINT} does not answer: {first_line(error)[:150]}"
-        yield Line("hub", said, NOTE)
+        yield Line("hub", f"{constants.ENDPOINT} does not answer: {first_line(error)[:150]}", NOTE)
     else:
         yield Line("hub", f"{constants.ENDPOINT} answers")
 

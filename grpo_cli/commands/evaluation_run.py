@@ -62,10 +62,10 @@ def _evaluate_model(
     prompts = [prompt for task in tasks for prompt in task.prompts]
     loading.check_embeddings(loaded.model, path, prompts)
     model, tokenizer = workers.place(loaded.model), loaded.tokenizer
-    episodes = inputs.make_episodes(prepared, loaded, reporter.say)
+    rollouter = inputs.make_rollouter(prepared, loaded, reporter.say)
     prompts = [*inputs.with_room_for_observations(recipe, model, prompts)]
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
-    evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, episodes)
+    evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, rollouter)
     without_votes = [task.label for task in tasks if not task.has_votes]
     if "maj" in recipe.eval.metric and without_votes:
         reporter.say(f"note: no maj@k for {listed(without_votes)}: no final answers to vote on")

@@ -71,13 +71,13 @@ def measured(
     prompts += inputs.longest_unknown(recipe, prompts)
     logprobs = make_logprobs(workers.place(model), recipe, workers, say)
     inputs.check_fits(recipe, model, prompts)
-    episodes = inputs.make_episodes(prepared, loaded, say)
+    rollouter = inputs.make_rollouter(prepared, loaded, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
     for line in scorer.descriptions:
         say(line)
     state = TrainerState(max_steps=recipe.steps)
     parts = ProbeParts(
-        recipe, workers, tokenizer, logprobs, generator, stream, scorer, episodes, state
+        recipe, workers, tokenizer, logprobs, generator, stream, scorer, rollouter, state
     )
     bar = Bar(reporter.console, "probe", number)
     try:

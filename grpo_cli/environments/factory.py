@@ -18,8 +18,7 @@ from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:
     from grpo_cli.data.prompts import ToolsOf
-    from grpo_cli.environments.loop import EpisodeLoop
-    from grpo_cli.environments.trl_rollouts import TrlRollouts
+    from grpo_cli.environments.rollouter import Rollouter
     from grpo_cli.models.loading import LoadedModel
 
 
@@ -146,14 +145,14 @@ def known_name(row: Mapping[str, Any], sessions: Sessions, where: str = "") -> s
     return name
 
 
-def make_loop(
+def make_rollouter(
     recipe: Recipe,
     sessions: Sessions | None,
     loaded: LoadedModel,
     max_prompt_tokens: int | None,
     say: Callable[[str], None],
-) -> EpisodeLoop | TrlRollouts | None:
-    """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
+) -> Rollouter:
+    """Returns what makes the completions of the recipe's own prompts.
 
     Args:
         max_prompt_tokens: length limit of a prompt with its first observation; None: no limit.
@@ -162,14 +161,15 @@ def make_loop(
     Raises:
         UserError: the chat template does not support conversations with these tools.
     """
-    if sessions is None and recipe.rollout is None:
-        return None
     from grpo_cli.environments.chat import Chat
     from grpo_cli.environments.chat_template import ChatTemplate
     from grpo_cli.environments.loop import EpisodeLoop
+    from grpo_cli.environments.rollouter import Rollouter
     from grpo_cli.environments.trl_rollouts import TrlRollouts
     from grpo_cli.models import loading
 
+    if sessions is None and recipe.rollout is None:
+        return Rollouter()
     tokenizer, kwargs = loaded.tokenizer, recipe.model.chat_template_kwargs
     of_model = loading.eos_ids(loaded.model.generation_config, tokenizer)
     eos_ids = {*of_model, *recipe.generation.stop_token_ids}

@@ -13,7 +13,7 @@ import contextlib
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,13 +24,13 @@ from grpo_cli.environments.episode import Episode
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.player import Dialogue, Player, shown
 from grpo_cli.environments.protocol import Observation
+from grpo_cli.environments.rollouter import Rollouter, Sampled
 from grpo_cli.environments.settings import NAME_COLUMN, EpisodeSettings
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, Request, Session
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Prompt
 
 if TYPE_CHECKING:
     from grpo_cli.environments.programs import ProgramSessions
@@ -42,12 +42,9 @@ PATIENCE = 0.5  # seconds that a round waits for further episodes once one is re
 MOST_FAILED = 16  # failed episodes of a call that are allowed whatever their share
 FAILURES_SAID = 3  # number of failures after which a note is printed
 
-# A prompt's index, and for each of its rollouts the prompt as it was sampled, and the completion.
-Sampled = tuple[int, Sequence[Prompt], list[Completion]]
-
 
 @dataclass
-class EpisodeLoop:
+class EpisodeLoop(Rollouter):
     """Samples episodes with a generator, environments and limits."""
 
     environments: Sessions | ProgramSessions
@@ -60,9 +57,12 @@ class EpisodeLoop:
     seconds_waited: float = 0.0  # seconds of waiting for environments while nothing was sampled
     environment_seconds: float = 0.0  # total seconds of all environment calls
     num_episodes: int = 0
+    takes_turns = True
+
+    def for_evaluation(self) -> EpisodeLoop:
+        return replace(self, max_prompt_tokens=None)
 
     def take_times(self) -> dict[str, float]:
-        """Returns the time metrics since the last call, and resets them."""
         times = {
             "time/waiting": self.seconds_waited,
             "time/environment": self.environment_seconds / max(self.num_episodes, 1),

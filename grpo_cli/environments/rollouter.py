@@ -1,42 +1,43 @@
-"""Samples groups of rollouts from prompts; training and evaluation sample only here."""
+"""The ways to make completions; training, the probe and evaluation sample only here.
+
+Rollouter      one completion after each prompt
+EpisodeLoop    turns with environments, or with programs that the model writes (`loop.py`)
+TrlRollouts    a rollout function in TRL's manner (`trl_rollouts.py`)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.environments.loop import EpisodeLoop, Sampled
-from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 
+# The number of a prompt in a request, the prompt as each completion saw it, and the completions.
+Sampled = tuple[int, Sequence[Prompt], list[Completion]]
 
-@dataclass(frozen=True)
+
 class Rollouter:
-    """Samples groups of rollouts with a generator, decoded and not yet scored.
+    """Samples one completion after each prompt; a subclass takes turns."""
 
-    With `episodes`, rollouts are multi-turn, with environments or with programs that the model
-    writes, or a rollout function makes them.
-    """
-
-    generator: Generator
-    tokenizer: PreTrainedTokenizerBase
-    episodes: EpisodeLoop | TrlRollouts | None = None
+    takes_turns: bool = False  # whether it waits for other programs, and can be interrupted then
+    max_failed_share: float = 1.0  # share of a call's environments; more failures abort the call
 
     @contextmanager
     def groups(
         self,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[tuple[int, Prompt]],
         num_generations: int,
         sampling: Sampling,
         seed: int,
     ) -> Iterator[Iterator[Group]]:
-        """Yields an iterator over the prompts' groups, each with `num_generations` rollouts.
+        """Yields an iterator over the prompts' groups, decoded and not yet scored.
 
         It samples while it is iterated, and yields each group once it is complete.
 
@@ -46,21 +47,34 @@ class Rollouter:
         """
         own = [prompt for _, prompt in prompts]
         seeds = [derive_seed(seed, prompt_index) for prompt_index, _ in prompts]
-        sample = single_turns if self.episodes is None else self.episodes.sample
-        with sample(self.generator, Request(own, num_generations, sampling, seeds)) as sampled:
+
+        def rollout(prompt: Prompt, completion: Completion) -> Rollout:
+            text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            return Rollout(prompt, completion, text)
+
+        with self.sample(generator, Request(own, num_generations, sampling, seeds)) as sampled:
             yield (
-                Group(prompts[n][0], seen[0], [*map(self._rollout, seen, completions)])
+                Group(prompts[n][0], seen[0], [*map(rollout, seen, completions)])
                 for n, seen, completions in sampled
             )
 
-    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
-        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        return Rollout(prompt, completion, text)
+    def sample(
+        self, generator: Generator, request: Request
+    ) -> AbstractContextManager[Iterator[Sampled]]:
+        """Samples while it is iterated; yields each prompt's completions once they are complete."""
+        return single_turns(generator, request)
+
+    def take_times(self) -> dict[str, float]:
+        """Returns the time metrics since the last call, and resets them."""
+        return {}
+
+    def for_evaluation(self) -> Rollouter:
+        """Returns one with times of its own, which keeps long prompts."""
+        return self
 
 
 @contextmanager
 def single_turns(generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
-    """Samples completions, as `EpisodeLoop.sample` samples episodes."""
     with generator.session() as session:
         session.submit(request)
         yield (

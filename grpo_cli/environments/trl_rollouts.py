@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.data import conversations
 from grpo_cli.environments.functions import clean_text
-from grpo_cli.environments.loop import Sampled
+from grpo_cli.environments.rollouter import Rollouter, Sampled
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
@@ -118,8 +118,8 @@ def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class TrlRollouts:
-    """Samples rollouts with a TRL rollout function; has the interface of `EpisodeLoop`."""
+class TrlRollouts(Rollouter):
+    """Samples rollouts with a TRL rollout function."""
 
     path: str  # for messages
     function: Callable[..., Any]
@@ -127,15 +127,14 @@ class TrlRollouts:
     eos_ids: Collection[int]
     template_kwargs: Mapping[str, Any]
     max_prompt_tokens: int | None = None  # limit of a prompt that the function returns
+    takes_turns = True
 
-    def take_times(self) -> dict[str, float]:
-        """Returns the time metrics; the function's own waiting is not measured."""
-        return {"time/waiting": 0.0}
+    def for_evaluation(self) -> TrlRollouts:
+        return dataclasses.replace(self, max_prompt_tokens=None)
 
     def sample(
         self, generator: Generator, request: Request
     ) -> AbstractContextManager[Iterator[Sampled]]:
-        """Returns the groups, as `EpisodeLoop.sample` does."""
         return nullcontext(self._sampled(generator, request))
 
     def _sampled(self, generator: Generator, request: Request) -> Iterator[Sampled]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.programs import program_loop
 from grpo_cli.environments.rollouter import Rollouter
-from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
@@ -43,7 +40,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase | None  # None if nothing is sampled
     generator: Generator | None
     tasks: Sequence[Task]
-    episodes: EpisodeLoop | TrlRollouts | None = None  # used for held-out rows
+    rollouter: Rollouter = field(default_factory=Rollouter)  # used for held-out rows
 
     @property
     def problems(self) -> int:
@@ -105,16 +102,15 @@ class Evaluator:
         for group in groups:
             session.add(group.rollouts)
 
-        leaving = interruptible(self._episodes_of(task) is not None)
-        with leaving, self._sampled(task, own) as sampled:
+        rollouter = self._rollouter_of(task)
+        leaving = interruptible(rollouter.takes_turns)
+        with leaving, self._sampled(task, rollouter, own) as sampled:
             for group in sampled:
                 done += workers.size
                 if task.benchmark is not None:
-                    asks = asking(task.benchmark)
-                    stop = task.benchmark.stop
-                    texts = [judged_text(r, stop, asks) for r in group.rollouts]
-                    rollouts = map(lambda r, text: replace(r, text=text), group.rollouts, texts)
-                    group = replace(group, rollouts=[*rollouts])
+                    how = (task.benchmark.stop, asking(task.benchmark))
+                    judged = [replace(r, text=judged_text(r, *how)) for r in group.rollouts]
+                    group = replace(group, rollouts=judged)
                 if journal is not None:
                     journal.completed(task.label, group.rollouts)
                 progress(min(done, len(task.prompts)), "rows completed")
@@ -137,14 +133,14 @@ class Evaluator:
             if not key.startswith("time/")
         }
         everyones = [f for part in workers.gather(facts) for f in part]
-        episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
+        limit, total = rollouter.max_failed_share, len(task.prompts) * task.num_samples
         failed = sum(f.unscored for f in everyones)  # they count as wrong
-        if isinstance(episodes, EpisodeLoop) and failed > episodes.max_failed_share * total:
+        if limit < 1 and failed > limit * total:
             errors = [r.completion.env_error for g in groups for r in g.rollouts]
             last = next(filter(None, reversed(errors)), "of another process")
             raise TrainingError(
                 f"evaluation of {task.label}: the environments of {failed} of {total} episodes "
-                f"failed, more than environment.max_failed_share = {episodes.max_failed_share:g}; "
+                f"failed, more than environment.max_failed_share = {limit:g}; "
                 f"the last error: {last}"
             )
         found = summarize(everyones, self.config, task.num_samples) | of_rewards
@@ -155,23 +151,20 @@ class Evaluator:
         return TaskResult(task, found, kept)
 
     def _sampled(
-        self, task: Task, prompts: Sequence[tuple[int, Prompt]]
+        self, task: Task, rollouter: Rollouter, prompts: Sequence[tuple[int, Prompt]]
     ) -> AbstractContextManager[Iterable[Group]]:
         if task.stored is not None:
             return nullcontext(())
         generator, tokenizer = self.generator, self.tokenizer
         assert generator is not None and tokenizer is not None, "there is a model"  # noqa: PT018
-        rollouter = Rollouter(generator, tokenizer, self._episodes_of(task))
-        return rollouter.groups(prompts, task.num_samples, task.sampling, task.seed)
+        how = (task.num_samples, task.sampling, task.seed)
+        return rollouter.groups(generator, tokenizer, prompts, *how)
 
-    def _episodes_of(self, task: Task) -> EpisodeLoop | TrlRollouts | None:
-        """Returns a copy of a task's episode loop, since training reads the loop's waiting time."""
+    def _rollouter_of(self, task: Task) -> Rollouter:
         if task.tools is not None:
             assert self.tokenizer is not None, "programs are run where something is sampled"
             return program_loop(self.tokenizer, task.tools)
-        if self.episodes is None or task.benchmark is not None:
-            return None
-        return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # keep long prompts
+        return Rollouter() if task.benchmark is not None else self.rollouter.for_evaluation()
 
     def _facts(self, task: Task, groups: Sequence[Group]) -> list[ProblemStats]:
         facts_of = partial(

@@ -428,6 +428,5 @@ def explained() -> Iterator[None]:
         yield
     except TorchDynamoException as error:
         cause = getattr(error, "inner_exception", error)  # the backend's own exception
-        raise attention.UnsupportedModelError(
-            f"torch.compile fails: {first_line(cause)}"
-        ) from error
+        said = f"torch.compile fails: {first_line(cause)}"
+        raise attention.UnsupportedModelError(said) from error

@@ -97,8 +97,7 @@ def model_card(
         processes: the number of processes of the run.
     """
     path, train = recipe.model.path, recipe.dataset.train
-    is_on_hub = path and not Path(path).is_dir() and not paths.looks_local(path)
-    base = path if is_on_hub else None
+    base = path if path and not Path(path).is_dir() and not paths.looks_local(path) else None
     data = [train] if train is not None and not is_local(train) else []
     adapted = recipe.adapter.method != "none"
     relation: dict[str, Any] = {"base_model_relation": "adapter"} if adapted and base else {}

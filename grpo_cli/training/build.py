@@ -39,7 +39,7 @@ from grpo_cli.training.inputs import (
     check_fits,
     load_policy,
     longest_unknown,
-    make_episodes,
+    make_rollouter,
     make_stream,
     make_tasks,
     with_room_for_observations,
@@ -135,14 +135,14 @@ def assemble(
     policy = Policy.make(
         loaded, recipe, workers, interrupts, reporter.say, reads_images=reads_images
     )
-    episodes = make_episodes(prepared, loaded, reporter.say)
+    rollouter = make_rollouter(prepared, loaded, reporter.say)
     longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
     generator = factory.make_generator(
         recipe, model, tokenizer, workers, longest_prompts, reporter.say
     )
     evaluator = None
     if to_solve:
-        evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, to_solve, episodes)
+        evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, to_solve, rollouter)
     scorers = [prepared.scorer, *(task.scorer for task in to_solve)]
     takes_state = any(scorer.takes("trainer_state") for scorer in scorers)
     workers.barrier()  # by now every process has found the folder free
@@ -158,7 +158,7 @@ def assemble(
         interrupts=interrupts,
         policy=policy,
         generator=generator,
-        queue=RolloutQueue(recipe, stream, workers, generator, tokenizer, episodes),
+        queue=RolloutQueue(recipe, stream, workers, generator, tokenizer, rollouter),
         scorer=prepared.scorer,
         reporter=reporter,
         checkpointer=checkpointer,

@@ -20,10 +20,9 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.chat_template import ChatTemplate
-from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import NAME_COLUMN
-from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation import tasks
 from grpo_cli.images import ImageError
@@ -206,16 +205,16 @@ def make_tasks(
     return found
 
 
-def make_episodes(
+def make_rollouter(
     prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
-) -> EpisodeLoop | TrlRollouts | None:
-    """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
+) -> Rollouter:
+    """Returns what makes the completions of the recipe's own prompts.
 
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.
     """
     most = prepared.recipe.dataset.max_prompt_tokens if prepared.train else None
-    return environments.make_loop(prepared.recipe, prepared.sessions, loaded, most, say)
+    return environments.make_rollouter(prepared.recipe, prepared.sessions, loaded, most, say)
 
 
 def longest_unknown(recipe: Recipe, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -21,9 +21,7 @@ from grpo_cli.config.schedules import at_step
 from grpo_cli.data import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.rollouter import Rollouter
-from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.evaluation.probe.signal import SIZES, over_prompts, signal_share, without_signal
 from grpo_cli.evaluation.probe.verdict import Measured, Mismatch, RewardStats, Verdict, judge
@@ -54,7 +52,7 @@ class ProbeParts:
     generator: Generator
     stream: PromptStream
     scorer: Scorer
-    episodes: EpisodeLoop | TrlRollouts | None = None
+    rollouter: Rollouter = field(default_factory=Rollouter)
     state: TrainerState = field(default_factory=TrainerState)
 
 
@@ -98,11 +96,11 @@ def run_probe(
     session = parts.scorer.begin(parts.state)
     # An error is a finding: it does not end the probe, whatever the recipe says.
     session.rewards = {name: replace(r, on_error="count") for name, r in session.rewards.items()}
-    rollouter = Rollouter(parts.generator, parts.tokenizer, parts.episodes)
     sampling, seed = Sampling.of(recipe.generation), derive_seed(recipe.seed, STREAM)
     with heartbeat.inside("probe"):
         shard = chosen[workers.rank :: workers.size]
-        with rollouter.groups(shard, samples, sampling, seed) as sampled:
+        engine = (parts.generator, parts.tokenizer)
+        with parts.rollouter.groups(*engine, shard, samples, sampling, seed) as sampled:
             for group in sampled:
                 own.append(group)
                 progress(min(len(own) * workers.size, len(chosen)), "prompts completed")

@@ -91,8 +91,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     if dynamic:
         with clock.stage("old_logprobs"):  # under the current policy, before its update
             leftover = [r for g in queue.leftover for r in g.rollouts]
-            kept = with_old_logprobs(run, recipe, leftover)
-            queue.leftover = regrouped(queue.leftover, kept)
+            queue.leftover = regrouped(queue.leftover, with_old_logprobs(run, recipe, leftover))
         counts = {
             "attempts": len(sessions),
             "sampled": len(sampled),
@@ -108,8 +107,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
             batch.groups = regrouped(own, rollouts)
         took, waited = prefetched.seconds if prefetched else math.nan, clock.seconds["generate"]
         batch.metrics |= staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
-    if queue.episodes is not None:
-        batch.metrics |= queue.episodes.take_times()
+    batch.metrics |= queue.rollouter.take_times()
     streams = recipe.dataset.streaming  # whose rows do not come again soon
     for _, group in sorted(batch.sampled.items()) if not streams else ():
         queue.lengths[group[0].row] = mean([o.tokens for o in group])
@@ -186,7 +184,7 @@ def _sample(
         prefetched: the groups, if they were prefetched.
     """
     queue, share = run.queue, -(-number // run.workers.size)
-    groups, leaving = list[Group](), run.interrupts.interruptible(queue.episodes is not None)
+    groups, leaving = list[Group](), run.interrupts.interruptible(queue.rollouter.takes_turns)
     with clock.stage("generate"), leaving:
         sampling = nullcontext(prefetched.take()) if prefetched else queue.sample(recipe, number)
         with sampling as sampled:

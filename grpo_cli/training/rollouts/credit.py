@@ -60,9 +60,8 @@ def less_kl(sample: TrainingSample, estimator: str, beta: float) -> TrainingSamp
     # It is NaN if only steps were rewarded.
     reward = 0.0 if math.isnan(sample.outcome_reward) else sample.outcome_reward
     kl = ESTIMATORS[estimator](sample.old_logprobs, sample.ref_logprobs)  # [C]
-    if sample.completion.is_sampled is not None:
-        kl = kl[sample.completion.sampled_mask]
-    return replace(sample, outcome_reward=reward - beta * kl.sum().item())
+    own = kl[sample.completion.sampled_mask].sum().item()
+    return replace(sample, outcome_reward=reward - beta * own)
 
 
 def with_advantages(

@@ -24,9 +24,7 @@ from grpo_cli.data import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.rollouter import Rollouter
-from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, Prompt
@@ -104,7 +102,7 @@ class RolloutQueue:
     workers: Workers
     generator: Generator
     tokenizer: PreTrainedTokenizerBase
-    episodes: EpisodeLoop | TrlRollouts | None = None
+    rollouter: Rollouter = field(default_factory=Rollouter)
     position: int = 0  # prompts taken, over all processes
     signal_share: float = 1.0  # share of the last groups with a signal (dynamic sampling)
     leftover: list[Group] = field(default_factory=list)  # own scored groups, for the next step
@@ -142,12 +140,10 @@ class RolloutQueue:
         Args:
             recipe: the recipe at the step that trains on the completions.
         """
-        rollouter = Rollouter(self.generator, self.tokenizer, self.episodes)
-        return rollouter.groups(
-            self.take_prompts(number),
-            recipe.generation.num_generations,
-            Sampling.of(recipe.generation),
-            recipe.seed,
+        of = recipe.generation
+        how = (of.num_generations, Sampling.of(of), recipe.seed)
+        return self.rollouter.groups(
+            self.generator, self.tokenizer, self.take_prompts(number), *how
         )
 
     def prefetch(self, step: int) -> None:

@@ -315,9 +315,8 @@ class Echo(Generator):
 def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [Prompt(row, tokenizer(text)["input_ids"], text, {}) for row, text in enumerate("ab")]
     generator = Echo()
-    with Rollouter(generator, tokenizer).groups(
-        [(7, prompts[0]), (3, prompts[1])], 2, SAMPLING, 5
-    ) as sampled:
+    pairs = [(7, prompts[0]), (3, prompts[1])]
+    with Rollouter().groups(generator, tokenizer, pairs, 2, SAMPLING, 5) as sampled:
         groups = list(sampled)
     assert [(g.prompt_index, g.prompt.row, len(g.rollouts)) for g in groups] == [
         (3, 1, 2),
