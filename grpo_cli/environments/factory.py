@@ -152,7 +152,7 @@ def make_rollouter(
     max_prompt_tokens: int | None,
     say: Callable[[str], None],
 ) -> Rollouter:
-    """Returns what makes the completions of the recipe's own prompts.
+    """Makes the `Rollouter` of the recipe's own prompts.
 
     Args:
         max_prompt_tokens: length limit of a prompt with its first observation; None: no limit.

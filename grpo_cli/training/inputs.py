@@ -208,7 +208,7 @@ def make_tasks(
 def make_rollouter(
     prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
 ) -> Rollouter:
-    """Returns what makes the completions of the recipe's own prompts.
+    """Makes the `Rollouter` of the recipe's own prompts.
 
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.
