@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def chat_sums(count: int) -> list[Row]:
-    """Questions for the sum of two numbers from 10 to 59, no two of them alike."""
+    """Questions for the sum of two numbers from 10 to 54, no two of them alike."""
     numbers = range(10, 55)
     pairs = random.Random(SEED).sample([(a, b) for a in numbers for b in numbers], count)
     return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]

@@ -171,7 +171,7 @@ def make_rollout(
     is_sampled: list[bool] | None = None,
     **fields: Any,
 ) -> WeightedSample:
-    """A rollout of the most special kind; `fields` are others of `WeightedSample`."""
+    """A `WeightedSample`, which is every kind of rollout; `fields` are others of its."""
     ids = list(completion_ids)
     completion = Completion(
         ids, list(logprobs or [0.0] * len(ids)), finish_reason, is_sampled=is_sampled

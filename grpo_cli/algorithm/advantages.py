@@ -337,23 +337,23 @@ def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
     return high - low <= ROUNDING * magnitude
 
 
-def settled(
+def settle(
     groups: Sequence[Group], weights: Mapping[str, float], mask_truncated: bool
 ) -> list[Group]:
-    """Returns scored groups as training takes them: see `leveled` and `loss.mask_truncated`."""
+    """Returns scored groups with level rewards; excludes truncated completions if asked."""
     return [
         replace(
             g,
             rollouts=[
                 replace(r, excluded=mask_truncated and r.completion.finish_reason == "length")
-                for r in leveled(g.rollouts, weights)
+                for r in level_rewards(g.rollouts, weights)
             ],
         )
         for g in groups
     ]
 
 
-def leveled(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> list[Rollout]:
+def level_rewards(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> list[Rollout]:
     """Returns a group's rollouts with equal rewards if their rewards differ only by rounding.
 
     Later code can then compare these rewards exactly.

@@ -24,7 +24,7 @@ Sampled = tuple[int, Sequence[Prompt], list[Completion]]
 class Rollouter:
     """Samples one completion after each prompt; a subclass takes turns."""
 
-    takes_turns: bool = False  # whether it waits for other programs, and can be interrupted then
+    takes_turns: bool = False  # whether it waits for other programs
     max_failed_share: float = 1.0  # share of a call's environments; more failures abort the call
 
     @contextmanager
@@ -69,7 +69,7 @@ class Rollouter:
         return {}
 
     def for_evaluation(self) -> Rollouter:
-        """Returns one with times of its own, which keeps long prompts."""
+        """Returns a copy that measures its own times and keeps long prompts."""
         return self
 
 

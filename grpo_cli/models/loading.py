@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -273,7 +274,7 @@ def explained(path: str | Path) -> Iterator[None]:
         yield
     except FAILURES as error:
         check_files(Path(path))
-        reason = first_line(error)
+        reason = f"{first_line(error)}."
         if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
             reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
         elif reason.startswith("We couldn't connect"):
@@ -284,7 +285,9 @@ def explained(path: str | Path) -> Iterator[None]:
 def check_files(folder: Path) -> None:
     """Raises a UserError that names the file of a model's folder that is damaged, if one is."""
     for file in sorted(folder.glob("*.json")):
-        read_json(file)
+        text = read_text(file)
+        with reading(file):
+            json.loads(text)
     for file in sorted(folder.glob("*.jinja")):
         read_text(file)
     for file in sorted(folder.glob("*.safetensors")):

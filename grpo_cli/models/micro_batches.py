@@ -125,7 +125,7 @@ class MicroBatcher:
         """Yields micro-batches; in lockstep, the same number on every process."""
         if self.vision is not None:
             max_tokens = max(max_tokens - length(self.dummy), 1)
-        dummy = cast(R, self.dummy)  # the most special kind of rollout
+        dummy = cast(R, self.dummy)  # it has the fields of every kind of rollout
         own = cast(list[list[R]], [*policy_logprobs.micro_batches(rollouts, max_tokens)])
         most = int(self.workers.lockstep_max(len(own)))
         for micro_batch in (*own, *[[dummy]] * (most - len(own))):

@@ -45,8 +45,8 @@ from grpo_cli.training import ending, logprob_passes, resume
 from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
 from grpo_cli.training.rollouts.credit import (
-    less_kl,
-    weighted,
+    subtract_kl,
+    weigh_samples,
     with_advantages,
 )
 from grpo_cli.training.run import Run
@@ -114,7 +114,7 @@ def make_samples(run: Run, step: Step, batch: StepBatch) -> None:
     groups, step_stats = regrouped(batch.groups, samples), batch.step_stats
     if kl_in_reward:
         beta = run.state.beta.value(loss)
-        penalized = [less_kl(s, loss.kl_estimator, beta) for s in samples]
+        penalized = [subtract_kl(s, loss.kl_estimator, beta) for s in samples]
         step_stats = gathered(run.workers, regrouped(groups, penalized))
     batch.groups, metrics = with_advantages(recipe, groups, step_stats, step.number)
     step.metrics |= metrics
@@ -189,7 +189,7 @@ def optimizer_batch(
         None if no process has anything to train on.
     """
     loss = step.recipe.loss
-    samples, tokens = weighted(step.recipe, groups, run.workers)
+    samples, tokens = weigh_samples(step.recipe, groups, run.workers)
     if not tokens:
         return None
     if loss.top_entropy < 1 or traits_of(loss_function(loss)).select_tokens is not None:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_cli import random_streams
-from grpo_cli.algorithm.advantages import settled
+from grpo_cli.algorithm.advantages import settle
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
@@ -439,7 +439,7 @@ def _leftover(run: Run, saved: Sequence[list[dict[str, Any]]]) -> list[Group]:
             f"  {dropped} of {sum(map(len, saved))} leftover groups have other prompts or rewards "
             "now: dropped"
         )
-    return settled(usable, run.recipe.reward_weights, run.recipe.loss.mask_truncated)
+    return settle(usable, run.recipe.reward_weights, run.recipe.loss.mask_truncated)
 
 
 def _progress(run: Run, saved: dict[str, Any] | None) -> StepProgress | None:

@@ -26,7 +26,7 @@ from grpo_cli.algorithm.advantages import (
     gdpo,
     group_mean,
     group_relative,
-    leveled,
+    level_rewards,
     max_rl,
     opo,
     pass_at_k,
@@ -691,7 +691,7 @@ def test_rewards_leveled_by_hand() -> None:
         rollouts = [
             make_rollout(reward=r, parts={**of}) for r, of in zip(rewards, own, strict=True)
         ]
-        found = leveled(rollouts, weights)
+        found = level_rewards(rollouts, weights)
         assert [r.reward for r in found] == [r.outcome_reward for r in found]
         return [r.reward for r in found]
 
@@ -704,6 +704,6 @@ def test_rewards_leveled_by_hand() -> None:
 
 def test_leveling_leaves_what_has_no_reward() -> None:
     rollouts = [make_rollout(reward=NAN, parts={"a": None}), make_rollout(reward=1.0)]
-    without, one = leveled(rollouts, {"a": 1.0})
+    without, one = level_rewards(rollouts, {"a": 1.0})
     assert math.isnan(without.reward)
     assert one.reward == 1.0

@@ -95,12 +95,12 @@ def compute(loss: Loss, groups: list[Group], logits: Tensor) -> LossOutput:
     recipe = replace(RECIPE, loss=loss, advantage=Advantage(rule="opo"))
     samples = [r.as_kind(TrainingSample) for g in groups for r in g.rollouts]
     if loss.beta and loss.kl_in == "reward":
-        samples = [credit.less_kl(s, loss.kl_estimator, loss.beta) for s in samples]
+        samples = [credit.subtract_kl(s, loss.kl_estimator, loss.beta) for s in samples]
     elif not loss.beta:
         samples = [replace(s, ref_logprobs=None) for s in samples]
     groups = regrouped(groups, samples)
     groups, _ = credit.with_advantages(recipe, groups, dict(rollout_stats(groups)), 0)
-    rollouts, tokens = credit.weighted(recipe, groups, Workers("cpu"))
+    rollouts, tokens = credit.weigh_samples(recipe, groups, Workers("cpu"))
     batch = collate(rollouts, CPU)
     targets = torch.zeros(logits.shape[:2], dtype=torch.long)
     for row, r in zip(targets, rollouts, strict=True):

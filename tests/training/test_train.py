@@ -32,7 +32,7 @@ from grpo_cli.training.evaluation import Evaluation
 from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
-from grpo_cli.training.rollouts.credit import weighted
+from grpo_cli.training.rollouts.credit import weigh_samples
 from grpo_cli.training.step import Step
 
 pytestmark = pytest.mark.runs
@@ -185,7 +185,7 @@ def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
         for i, r in enumerate(every)
     ]
     step.groups = regrouped(step.groups, samples)
-    rollouts, tokens = weighted(live.recipe, step.groups, live.workers)
+    rollouts, tokens = weigh_samples(live.recipe, step.groups, live.workers)
     batch = collate(rollouts, CPU)
     plain = PolicyLogprobs(live.policy.model, packed=False, chunked=False)
     logprobs, entropies = plain(rollouts, 1.0, entropy=True)

@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.algorithm.advantages import rule_function, settled
+from grpo_cli.algorithm.advantages import rule_function, settle
 from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
@@ -108,7 +108,7 @@ def run_probe(
         own.sort(key=lambda group: group.prompt_index)
         with workers.raise_together():
             scored = session.finish([r for g in own for r in g.rollouts], parts.tokenizer)
-        own = settled(regrouped(own, scored), recipe.reward_weights, recipe.loss.mask_truncated)
+        own = settle(regrouped(own, scored), recipe.reward_weights, recipe.loss.mask_truncated)
         gathered = workers.gather((own, session.errors))
         counts = metrics_of([session], workers)
         groups = [group for part, _ in gathered for group in part]

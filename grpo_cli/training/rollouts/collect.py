@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from grpo_cli.algorithm.advantages import settled
+from grpo_cli.algorithm.advantages import settle
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
@@ -74,7 +74,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         ):
             rollouts = session.finish([r for g in groups for r in g.rollouts], run.policy.tokenizer)
         groups = regrouped(groups, rollouts)
-        groups = settled(groups, recipe.reward_weights, recipe.loss.mask_truncated)
+        groups = settle(groups, recipe.reward_weights, recipe.loss.mask_truncated)
         fresh = _statistics(run, recipe, groups)
         sampled |= fresh
         usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, recipe, group)}

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # it imports transformers, and recipes are checked without
 ZERO_ADVANTAGE = "frac_zero_advantage"
 
 
-def less_kl(sample: TrainingSample, estimator: str, beta: float) -> TrainingSample:
+def subtract_kl(sample: TrainingSample, estimator: str, beta: float) -> TrainingSample:
     """Subtracts β·Σ_t KL_t of the policy that sampled from a sample's reward.
 
     The sum is over the tokens that the policy has sampled.
@@ -229,7 +229,7 @@ def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
     return any(a != 0 and not o.excluded for a, o in zip(advantages, group, strict=True))
 
 
-def weighted(
+def weigh_samples(
     recipe: Recipe, groups: Sequence[Group], workers: Workers
 ) -> tuple[list[WeightedSample], float]:
     """Returns the samples that train, with their token weights, and all processes' loss tokens.
@@ -249,6 +249,7 @@ def weighted(
     for g in groups:
         for index, r in enumerate(g.rollouts):
             if r.loss_tokens:
+                assert isinstance(r, TrainingSample), "made by make_samples"
                 weight = token_weight(
                     recipe.loss.normalize,
                     r.loss_tokens,

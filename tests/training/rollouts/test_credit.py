@@ -79,7 +79,7 @@ def test_masked_rollouts_have_no_signal() -> None:
 def test_kl_is_subtracted_from_the_outcome() -> None:
     old, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
     plain, of_steps, without = (
-        credit.less_kl(
+        credit.subtract_kl(
             make_rollout(reward=r, outcome_reward=o, old_logprobs=old, ref_logprobs=ref), "k1", 0.1
         )
         for r, o in ((2.0, 2.0), (1.0, NAN), (NAN, NAN))
