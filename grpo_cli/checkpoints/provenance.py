@@ -88,7 +88,7 @@ def _model(value: Any, folder: Path) -> bool:
 
 def _data(value: Any, folder: Path) -> bool:
     """Returns whether rows come from the hub, from grpo itself or from the folder."""
-    if value is None or re.fullmatch(r"pkg://grpo_cli/samples/\w[\w.]*", str(value)):
+    if value is None or re.fullmatch(r"pkg://grpo_cli/samples/(\w+/)?\w[\w.]*", str(value)):
         return True
     # A name without an owner may be a `datasets` loader, such as json, that reads the working
     # folder.

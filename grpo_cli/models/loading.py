@@ -21,7 +21,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, first_line, nearest
-from grpo_cli.files import LONGEST, read_json, read_text, reading
+from grpo_cli.files import read_json, read_text, reading
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
@@ -34,6 +34,7 @@ FAILURES = (
     OSError, ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError,
     SafetensorError, StrictDataclassError,
 )  # fmt: skip
+LONGEST = 100_000  # characters of a chat template
 TRAINABLE = ("float32", "bfloat16", "float16")
 
 transformers.utils.logging.disable_progress_bar()  # the run has its own progress display
@@ -285,9 +286,8 @@ def explained(path: str | Path) -> Iterator[None]:
 def check_files(folder: Path) -> None:
     """Raises a UserError that names the file of a model's folder that is damaged, if one is."""
     for file in sorted(folder.glob("*.json")):
-        text = read_text(file)
         with reading(file):
-            json.loads(text)
+            json.loads(read_text(file))
     for file in sorted(folder.glob("*.jinja")):
         read_text(file)
     for file in sorted(folder.glob("*.safetensors")):
