@@ -322,7 +322,7 @@ def to_state(rollout: Rollout) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for record, kind in ((rollout.completion, Completion), (rollout, Rollout)):
-        for f in dataclasses.fields(kind):  # those of a TrainingSample are recomputed
+        for f in dataclasses.fields(kind):  # a resumed step recomputes the others
             value = getattr(record, f.name)
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             is_default = value is default or (not isinstance(value, Tensor) and value == default)

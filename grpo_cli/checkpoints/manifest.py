@@ -155,8 +155,7 @@ def read(folder: Path) -> dict[str, Entry]:
         version = content["version"]
         files = {name: Entry(**entry) for name, entry in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise Damaged(f"is damaged ({MANIFEST}: cannot be read: {reason})") from error
+        raise Damaged(f"is damaged ({MANIFEST}: cannot be read: {typed_line(error)})") from error
     if version != VERSION:
         raise Damaged(f"has a manifest of version {version}; this grpo reads version {VERSION}")
     if not files:

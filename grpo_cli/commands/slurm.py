@@ -244,7 +244,8 @@ def script(settings: SlurmOptions, words: Sequence[str], place: Place, command: 
     gpus = s.gpus_per_node or 0
     processes = gpus or s.processes_per_node or 1
     kinds = [f"{counted(s.nodes, 'node')} train"]
-    kinds += [f"{counted(s.vllm_nodes, 'node')} sample"] * bool(s.vllm_nodes)
+    if s.vllm_nodes:
+        kinds.append(f"{counted(s.vllm_nodes, 'node')} sample")
     recipe = next((Path(w.partition("=")[2]).stem for w in words if w.startswith("recipe=")), "run")
     name = s.job_name or "grpo-" + re.sub(r"[^\w.-]+", "-", recipe)
     whole = s.cpus_per_task is None

@@ -1,4 +1,4 @@
-"""The ways to make completions; training, the probe and evaluation sample only here.
+"""Samples groups of rollouts in three ways, for training, the probe and evaluation.
 
 Rollouter      one completion after each prompt
 EpisodeLoop    turns with environments, or with programs that the model writes (`loop.py`)
@@ -75,6 +75,7 @@ class Rollouter:
 
 @contextmanager
 def single_turns(generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
+    """Samples one completion after each prompt."""
     with generator.session() as session:
         session.submit(request)
         yield (

@@ -135,7 +135,7 @@ class Evaluator:
         everyones = [f for part in workers.gather(facts) for f in part]
         limit, total = rollouter.max_failed_share, len(task.prompts) * task.num_samples
         failed = sum(f.unscored for f in everyones)  # they count as wrong
-        if limit < 1 and failed > limit * total:
+        if failed > limit * total:
             errors = [r.completion.env_error for g in groups for r in g.rollouts]
             last = next(filter(None, reversed(errors)), "of another process")
             raise TrainingError(

@@ -65,7 +65,7 @@ def token_stats(
 def with_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[R]) -> list[R]:
     """Returns rollouts with old log-probabilities, the current policy's where they have none.
 
-    Leftover and prefetched rollouts keep those of the policy that sampled them.
+    Leftover and prefetched rollouts keep the ones of the policy that sampled them.
     """
     fresh = [r for r in rollouts if r.old_logprobs is None]
     if samples_as_trained(run, recipe):

@@ -96,7 +96,7 @@ def make_samples(run: Run, step: Step, batch: StepBatch) -> None:
     """Turns the batch's rollouts into training samples: log-probabilities, then advantages.
 
     The log-probabilities of the old and of the reference policy are computed if the loss needs
-    them. With `loss.kl_in=reward` the advantages are those of the rewards less the KL.
+    them. With `loss.kl_in=reward` the KL is subtracted from the rewards first.
     """
     recipe, loss = step.recipe, step.recipe.loss
     kl_in_reward = run.policy.reference is not None and loss.kl_in == "reward"

@@ -152,7 +152,7 @@ def rule_advantages(recipe: Recipe, step_stats: StepStats) -> dict[int, list[flo
 def token_advantages(
     recipe: Recipe, group: Group, advantages: Sequence[float]
 ) -> Sequence[Tensor | None]:
-    """Returns each completion's advantage plus those of its rewarded steps and turns, [C].
+    """Adds the advantages of rewarded steps and turns to each completion's advantage, [C].
 
     Args:
         advantages: the advantage of each completion by the recipe's rule.
