@@ -64,7 +64,7 @@ test-slow: .venv/dev.stamp ## Run the tests that take minutes (marker slow)
 	$(PYTEST) $(SPREAD) -m "$(SLOW_TIER)" $(ARGS)
 
 test-real: real-model ## Run the tests on a real chat model (marker real), in about 8 minutes
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real $(ARGS)
+	$(PYTEST) $(SPREAD) -m real $(ARGS)
 
 test-all: lint types ## Check style and types and run all tests that need no special software
 	$(PYTEST) $(SPREAD) -m "not ($(SPECIAL))" $(ARGS)

@@ -233,7 +233,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
     },
     "chunked": {"temperature 1.05": COLDER, "swapped rows": SWAPPED},
     "engine": {
-        "positions off by one": result(DecodeBatch, "positions", lambda own: [p + 1 for p in own]),
+        "positions off by one": result(DecodeBatch, "positions", lambda own: [p - 1 for p in own]),
         "a row sees its neighbour": arguments(DecodeBatch, "attend", of_neighbour),
         "a missing prefix": without_prefix,
         "scale 1.05": arguments(DecodeBatch, "attend", rescaled),

@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 5, 16, 8, 64, 2e-5, 16
+EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 5, 16, 8, 64, 3e-5, 16
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0},
     "grpo": {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": False},
@@ -108,7 +108,7 @@ def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
         output_dir=str(scratch), seed=args.seeds[0], max_steps=args.steps, learning_rate=RATE,
         per_device_train_batch_size=PROMPTS * COMPLETIONS // PARTS,
         gradient_accumulation_steps=PARTS, num_generations=COMPLETIONS,
-        max_completion_length=TOKENS, temperature=1.0, lr_scheduler_type="constant",
+        max_completion_length=TOKENS, temperature=1.0, lr_scheduler_type="cosine",
         model_init_kwargs={"dtype": "float32"}, bf16=args.precision == "bf16",
         gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), save_strategy="no",
         logging_steps=1, report_to=[], disable_tqdm=True, **LOSSES[args.losses[0]],

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ import real_model
 pytestmark = pytest.mark.real
 
 MODEL = str(real_model.folder())
-PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
+FLOAT32 = pytest.mark.xdist_group("float32")  # they share a trained run
+PRECISIONS = pytest.mark.parametrize("precision", [pytest.param("no", marks=FLOAT32), "bf16"])
 CLI = [str(programs.ROOT / "scripts" / "half_products.py"), "-m", "grpo_cli.cli"]
 HALF = {"no": nullcontext, "bf16": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)}
 SMALL = [
@@ -107,13 +109,26 @@ def weights(folder: Path, step: int) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(path.glob("*.safetensors"))}
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of a run in a precision, trained without an interruption."""
+
+    @functools.cache
+    def trained(precision: str) -> Path:
+        folder = tmp_path_factory.mktemp(precision)
+        said = train(folder, f"mixed_precision={precision}", "overwrite=true")
+        assert "note:" not in said, said
+        return folder
+
+    return trained
+
+
 @PRECISIONS
 def test_a_run_keeps_its_fast_modes_and_a_killed_one_ends_the_same(
-    precision: str, tmp_path: Path
+    precision: str, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
     words = [f"mixed_precision={precision}"]
-    said = train(tmp_path / "straight", *words)
-    assert "note:" not in said, said
+    whole = straight(precision)
     command = [*CLI, "train", *SMALL, *words, f"output_dir={tmp_path / 'killed'}"]
     process = subprocess.Popen(
         programs.alone(*command), cwd=programs.ROOT, env=programs.environment(),
@@ -128,8 +143,8 @@ def test_a_run_keeps_its_fast_modes_and_a_killed_one_ends_the_same(
     said = train(tmp_path / "killed", *words, "resume=auto")
     assert "resuming from" in said
     assert "note:" not in said, said
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
-    final = weights(tmp_path / "straight", 2)
+    assert metrics(tmp_path / "killed") == metrics(whole)
+    final = weights(whole, 2)
     assert final
     assert weights(tmp_path / "killed", 2) == final
 
@@ -191,17 +206,12 @@ def test_a_stop_string_ends_a_completion(model: PreTrainedModel, tokenizer: Any)
 
 @pytest.mark.parametrize("precision", check_self_checks.PRECISIONS[:3])
 @pytest.mark.parametrize("computation", check_self_checks.COMPUTATIONS)
-@pytest.mark.parametrize("draw", range(5))
 def test_self_checks_accept_what_is_right(
-    draw: int,
-    computation: str,
-    precision: str,
-    model: PreTrainedModel,
-    groups: list[list[Rollout]],
+    computation: str, precision: str, model: PreTrainedModel, groups: list[list[Rollout]]
 ) -> None:
     own = check_self_checks.in_precision(model, precision)
-    *_, rollouts = check_self_checks.draws_of(groups, draw + 1, seed=3)
-    assert check_self_checks.reason(computation, precision, own, rollouts) == ""
+    for rollouts in check_self_checks.draws_of(groups, 5, seed=3):
+        assert check_self_checks.reason(computation, precision, own, rollouts) == ""
 
 
 @PRECISIONS
@@ -216,11 +226,13 @@ def test_an_adapter_is_trained_exported_and_generates(precision: str, tmp_path: 
     assert "Paris" in text
 
 
-def test_a_run_of_two_processes_and_its_evaluation(tmp_path: Path) -> None:
+@FLOAT32
+def test_a_run_of_two_processes_and_its_evaluation(
+    straight: Callable[[str], Path], tmp_path: Path
+) -> None:
     said = train(tmp_path / "two", processes=2)
     assert "note:" not in said, said
-    train(tmp_path / "one", "steps=1")
-    one, two = metrics(tmp_path / "one")[0], metrics(tmp_path / "two")[0]
+    one, two = metrics(straight("no"))[0], metrics(tmp_path / "two")[0]
     assert two["reward"] == pytest.approx(one["reward"], abs=1e-6), "the same completions"
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
     assert "accuracy" in grpo("eval", str(tmp_path / "two"))
