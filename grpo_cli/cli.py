@@ -104,7 +104,7 @@ starts from `chat`, for which a model, rows and a reward have to be given.
   generation.max_completion_tokens=256  Length limit of a completion
   optimizer.learning_rate=1e-05         Peak learning rate
   loss=dapo                             grpo, dr_grpo, gspo, cispo and others
-  adapter=none                          lora, qlora, dora or rslora
+  adapter=none                          lora, qlora, dora and others
 
 Examples:
   grpo train recipe=arithmetic_tiny

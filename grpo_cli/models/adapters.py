@@ -1,15 +1,16 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: few trained weights on a frozen model.
+"""Adapters (LoRA, arXiv 2106.09685, and others) through peft: few weights on a frozen model.
 
 peft replaces linear layers in place. The model keeps its class and its forward, so that all code
 that computes log-probabilities or samples works unchanged. This file selects the trained weights,
-switches the adapter off, and yields weights with the adapter merged in.
+switches the adapter off, and yields weights with the adapter merged in. It knows no single method:
+`adapter_methods.py` lists them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
+import importlib
 import importlib.util
 import json
 import re
@@ -24,116 +25,128 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.config import sources
-from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import full_tensor, offload
-from grpo_cli.errors import UserError, first_line, nearest
+from grpo_cli.errors import UserError, first_line, listed, nearest
 from grpo_cli.files import read_json, reading
 from grpo_cli.models import quantization
+from grpo_cli.models.adapter_methods import INIT_KEEPS_BASE, METHODS, REFUSED
 from grpo_cli.models.settings import Adapter
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import PeftConfig
 
 CONFIG = sources.ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
-NAME = "default"  # peft's name of the adapter
+NAME = "default"  # peft's name of the adapter, a part of its parameters' names
 PREFIX = "base_model.model."  # prefix of the names in peft's files
-KINDS: dict[str, dict[str, bool]] = {
-    "lora": {},
-    "dora": {"use_dora": True},
-    "rslora": {"use_rslora": True},
-}
-# Inits that do not read the base model's weights, which may be quantized.
-INIT_WITHOUT_BASE = (True, False, "gaussian")
-INIT_AT_BASE = (True, "gaussian", "orthogonal")  # inits with which the adapter changes nothing
-# Exceptions that peft raises for an invalid config.
-FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, re.error)
-REFUSED = {  # LoraConfig fields with the reason
-    "trainable_token_indices": "trains rows of the embeddings, which are not merged",
-    "lora_bias": "adds biases, which a merged model has no place for",
-    "layer_replication": "makes a model of more layers than its base",
-    "alora_invocation_tokens": "is active for a part of the tokens only, and cannot be merged",
-    "megatron_config": "imports the modules that megatron_core names",
-}
 
 
-def require() -> None:
-    """Raises a UserError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise UserError("adapter: peft is not installed here; pip install 'peft>=0.20'.")
-
-
-def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
-    """Returns peft's config of the recipe's adapter.
+def config_of(adapter: Adapter, base: str, revision: str | None) -> PeftConfig | None:
+    """Returns peft's config of the recipe's adapter, new or of `adapter.path`; None without one.
 
     Args:
         base: hub name or folder of the base model, which the config names.
 
     Raises:
-        UserError: peft refuses `adapter.args`.
+        UserError: peft is missing or refuses `adapter.args`, or there is no such adapter.
     """
-    from peft import LoraConfig
-
-    targets = adapter.target_modules
-    fields: dict[str, Any] = {
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "revision": revision,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": targets if isinstance(targets, str) else [*targets],
-        **KINDS[adapter.method],
-    }
-    if own := sorted(fields.keys() & adapter.args.keys()):
-        raise UserError(f"adapter.args.{own[0]}: has a key of its own below adapter.")
-    try:
-        config = LoraConfig(**fields, **adapter.args)
-    except FAILURES as error:
-        raise UserError(f"adapter: peft does not take it: {first_line(error)}.") from error
-    check_form(config, "adapter")
-    return config
-
-
-def config_for(recipe: Recipe) -> LoraConfig | None:
-    """Returns peft's config of the recipe's adapter, new or of `adapter.path`; None without one.
-
-    Raises:
-        UserError: peft is missing or does not take the settings, or there is no such adapter.
-    """
-    adapter = recipe.adapter
     if adapter.method == "none":
         return None
-    require()
-    if adapter.path is None:
-        return config_of(adapter, recipe.model.path or "", recipe.model.revision)
-    folder = Path(adapter.path).expanduser()
-    if not (sources.is_adapter(folder) and (folder / WEIGHTS).is_file()):
+    if adapter.path is not None:
+        folder = Path(adapter.path).expanduser()
+        if sources.is_adapter(folder) and (folder / WEIGHTS).is_file():
+            return read_config(folder)
         raise UserError(
             f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
             "adapter_model.safetensors."
         )
-    return read_config(folder)
+    method, targets = METHODS[adapter.method], adapter.target_modules
+    fields: dict[str, Any] = {
+        "peft_type": method.peft_type,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "target_modules": targets if isinstance(targets, str) else [*targets],
+        **{name: getattr(adapter, knob) for name, knob in method.knobs.items()},
+        **method.args,
+    }
+    if own := sorted(fields.keys() & adapter.args.keys()):
+        raise UserError(f"adapter.args.{own[0]}: has a key of its own below adapter.")
+    return _config(fields | adapter.args, "adapter", is_new=True)
 
 
-def check_form(config: LoraConfig, where: str) -> None:
-    """Checks that an adapter can be saved and merged without a change of its outputs.
+def read_config(folder: Path) -> PeftConfig:
+    """Reads the config of an adapter's folder.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot be read, or peft is missing or does not take it.
     """
+    stored = read_json(folder / CONFIG)
+    if stored.get("peft_type") not in (types := {m.peft_type for m in METHODS.values()}):
+        raise UserError(
+            f"adapter {folder}: is of type {stored.get('peft_type')}; only {listed(types)} "
+            "can be trained and evaluated."
+        )
+    stored.pop("runtime_config", None)  # as peft
+    return _config(stored | {"inference_mode": False}, str(folder / CONFIG), is_new=False)
+
+
+def _config(fields: dict[str, Any], where: str, *, is_new: bool) -> PeftConfig:
+    """Returns peft's config of an adapter that can be saved, and merged without other outputs.
+
+    Args:
+        is_new: whether an unknown field is an error; else a newer peft has written it.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("adapter: peft is not installed here; pip install 'peft>=0.20'.")
+    import peft
+
+    with _explained(f"{where}: peft does not take it"):
+        if is_new:
+            config = peft.get_peft_config(fields)
+        else:
+            config = peft.PeftConfig.from_peft_type(**fields)  # type: ignore[call-arg, no-untyped-call]
     for name, reason in REFUSED.items():
         if getattr(config, name, None):
             raise UserError(f"{where}: {name} {reason}; leave it out.")
     # The init changes the base randomly, and the adapter's folder does not store the random state.
-    if str(config.init_lora_weights).startswith("pissa_niter"):
+    if str(init_of(config)).startswith("pissa_niter"):
         raise UserError(
-            f"{where}: the init {config.init_lora_weights} is random and changes the model under "
-            "the adapter, so that the saved adapter would fit no model; use pissa."
+            f"{where}: the init {init_of(config)} is random and changes the model under the "
+            "adapter, so that the saved adapter would fit no model; use pissa."
         )
+    return config
 
 
-def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Adds a new float32 adapter to a model, and freezes the model.
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns the exceptions that peft raises for an invalid config into a UserError."""
+    try:
+        yield
+    except (
+        TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError,
+        re.error, regex.error, TimeoutError,
+    ) as error:  # fmt: skip
+        raise UserError(f"{what}: {first_line(error)}.") from error
+
+
+def init_of(config: PeftConfig) -> Any:
+    """Returns the init of an adapter's weights: `init_lora_weights`, `init_weights` or the like."""
+    return next(value for name, value in vars(config).items() if name.startswith("init_"))
+
+
+def begins_as_base(config: PeftConfig) -> bool:
+    """Returns whether switching a fresh adapter off gives the initial model.
+
+    PiSSA, OLoRA and others change the base weights, False is a random adapter, and a trained bias
+    remains in the model when the adapter is off.
+    """
+    init, bias = init_of(config), getattr(config, "bias", "none")
+    return bool(init) and init in INIT_KEEPS_BASE and bias == "none"
+
+
+def attach(model: PreTrainedModel, config: PeftConfig | None, seed: int) -> None:
+    """Adds a new float32 adapter to a model, and freezes the model; None: changes nothing.
 
     Args:
         seed: seed of the adapter's initial weights, the same on every process.
@@ -141,75 +154,57 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     Raises:
         UserError: the adapter matches no module, or modules that it must not change.
     """
+    if config is None:
+        return
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    with torch.random.fork_rng(devices=[]), _explained("adapter: peft cannot add it"):
         torch.manual_seed(seed)
-        try:
-            check_modules(model, config)
-            inject_adapter_in_model(config, model, NAME)
-        except (*FAILURES, regex.error, TimeoutError) as error:  # of a regular expression
-            raise UserError(f"adapter: peft cannot add it: {first_line(error)}.") from error
+        check_modules(model, config)
+        inject_adapter_in_model(config, model, NAME)
+    for name, base in base_layers(model):
+        if base in outer:
+            raise UserError(
+                f"adapter.target_modules: {name} is an embedding or the output head, which an "
+                "adapter does not change here; train the layers between them."
+            )
+    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    for name, module in model.named_modules():
+        if is_tied and getattr(module, "original_module", None) in outer:
+            raise UserError(
+                f"adapter.args.modules_to_save: {name} is tied to the other of embedding and "
+                "output head; a copy of one would untie them."
+            )
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()
 
 
-def attach_new(
-    model: PreTrainedModel, adapter: Adapter, base: str, revision: str | None, seed: int
-) -> None:
-    """Adds the recipe's new adapter, if it has one; see `config_of` and `attach`."""
-    if adapter.method != "none":
-        attach(model, config_of(adapter, base, revision), seed)
-
-
-def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Checks the modules that an adapter names.
+def check_modules(model: PreTrainedModel, config: Any) -> None:
+    """Checks that a model has the modules that an adapter names, where peft would ignore them.
 
     Raises:
-        UserError: no module has the name, or it is the output head or the embeddings.
+        UserError: no module has the name, or it is quantized and cannot be trained.
     """
-    modules = {name: module for name, module in model.named_modules() if name}
-    outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    embeddings = {name for name, module in modules.items() if module in outer}
-
-    def matching(target: str) -> set[str]:
-        return {name for name in modules if f".{name}".endswith(f".{target}")}
-
-    targets, found = config.target_modules, set[str]()
+    names = [name for name, _ in model.named_modules() if name]
+    targets = config.target_modules
     if isinstance(targets, str) and targets != "all-linear":
-        found = {name for name in modules if regex.fullmatch(targets, name, timeout=5)}
-        if not found:
+        if not [name for name in names if regex.fullmatch(targets, name, timeout=5)]:
             raise UserError(f"adapter.target_modules = {targets}: matches no module of the model.")
     elif not isinstance(targets, str):
-        for target in targets or ():
-            found |= (own := matching(target))
-            if not own:
-                near = nearest(target, sorted({name.rpartition(".")[2] for name in modules}))
+        for target in sorted(targets or ()):
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                near = nearest(target, sorted({name.rpartition(".")[2] for name in names}))
                 raise UserError(f"adapter.target_modules: the model has no module {target}.{near}")
-    if wrong := sorted(found & embeddings):
-        raise UserError(
-            f"adapter.target_modules: {wrong[0]} is an embedding or the output head, which an "
-            "adapter does not change here; train the layers between them."
-        )
-    saved = {name for module in config.modules_to_save or () for name in matching(module)}
-    quantized = {n for n, p in model.named_parameters() if quantization.is_quantized(p)}
-    for key, wanted in (
-        ("modules_to_save", sorted(saved)),
-        ("target_parameters", config.target_parameters or ()),
-    ):
-        for name in wanted:
+    quantized = [n for n, p in model.named_parameters() if quantization.is_quantized(p)]
+    for key in ("modules_to_save", "target_parameters"):
+        for name in getattr(config, key, None) or ():
             if any(f".{name}." in f".{weight}." for weight in quantized):
                 raise UserError(
                     f"adapter.args.{key}: {name} is quantized, which only adapter.target_modules "
                     "can name; leave it out, or set model.quantization=none."
                 )
-    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
-    if tied and (wrong := sorted(saved & embeddings)):
-        raise UserError(
-            f"adapter.args.modules_to_save: {wrong[0]} is tied to the other of embedding and "
-            "output head; a copy of one would untie them."
-        )
 
 
 def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
@@ -219,64 +214,33 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
         trained: whether the adapter's weights are trained further.
 
     Raises:
-        UserError: it is not a LoRA adapter, or belongs to another model.
+        UserError: it is of another type, or belongs to another model.
     """
-    from peft import set_peft_model_state_dict
-
-    config = read_config(folder)
-    attach(model, config, 0)
+    attach(model, read_config(folder), 0)
     if any(p.is_meta for p in model.parameters()):
         return  # the main process's weights replace them
+    own = file_tensors(model, tensors_of(model))
     with reading(folder / WEIGHTS):
         stored = load_file(folder / WEIGHTS)
-    try:
-        stored = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-        for name, own in file_tensors(model, tensors_of(model)).items():
-            found = stored.get(name.removeprefix(PREFIX))
-            if found is None:
-                raise ValueError(f"{name} is only in the model")
-            if found.shape != own.shape:
-                raise ValueError(f"{name} has the shape {[*found.shape]}, not {[*own.shape]}")
-        result = set_peft_model_state_dict(model, stored, NAME)
-    except Exception as error:  # such as corrupt files or other shapes
-        raise UserError(
-            f"adapter {folder}: does not fit the model: {first_line(error)}."
-        ) from error
-    if unexpected := result.unexpected_keys:  # type: ignore[attr-defined]
-        raise UserError(
-            f"adapter {folder}: does not fit the model: {unexpected[0]} is only in the file."
-        )
+    stored = {PREFIX + name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    problems = [
+        f"{name} is only in the {'model' if name in own else 'file'}"
+        for name in sorted(own.keys() ^ stored.keys())
+    ] or [
+        f"{name} has the shape {[*stored[name].shape]}, not {[*p.shape]}"
+        for name, p in own.items()
+        if stored[name].shape != p.shape
+    ]
+    if problems:
+        raise UserError(f"adapter {folder}: does not fit the model: {problems[0]}.")
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(stored[name])
     if not trained:
         model.requires_grad_(False)
 
 
-def read_config(folder: Path) -> LoraConfig:
-    """Reads the config of an adapter's folder.
-
-    Raises:
-        UserError: it cannot be read, or its method is not LoRA.
-    """
-    require()
-    from peft import LoraConfig
-
-    stored = read_json(folder / CONFIG)
-    if stored.get("peft_type") != "LORA":
-        raise UserError(
-            f"adapter {folder}: is of type {stored.get('peft_type')}; only LORA (with DoRA and "
-            "rsLoRA) can be trained and evaluated."
-        )
-    known = {f.name for f in dataclasses.fields(LoraConfig)} - {"runtime_config"}  # as peft
-    try:
-        config = LoraConfig(**{k: v for k, v in stored.items() if k in known})
-    except FAILURES as error:
-        reason = first_line(error)
-        raise UserError(f"{folder / CONFIG}: peft does not take it: {reason}.") from error
-    check_form(config, str(folder / CONFIG))
-    config.inference_mode = False
-    return config
-
-
-def config_on(model: nn.Module) -> LoraConfig | None:
+def config_on(model: nn.Module) -> PeftConfig | None:
     """Returns the config of a model's adapter; None without an adapter."""
     configs = getattr(model, "peft_config", None)
     return configs[NAME] if configs else None
@@ -286,11 +250,8 @@ def tensors_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns an adapter's weights by their names in the model; {} without an adapter."""
     if config_on(model) is None:
         return {}
-    return {
-        name: p
-        for name, p in model.named_parameters()
-        if ".lora_" in name or f".modules_to_save.{NAME}." in name or p.requires_grad
-    }
+    named = model.named_parameters()
+    return {name: p for name, p in named if NAME in name.split(".") or p.requires_grad}
 
 
 def file_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -311,22 +272,11 @@ def file_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def config_file(model: nn.Module) -> bytes:
-    """Returns the contents of peft's config file, with sorted keys."""
+    """Returns the contents of peft's config file, with sorted keys and sets."""
     config = config_on(model)
     assert config is not None
-    fields = config.to_dict()  # type: ignore[no-untyped-call]
-    stored = {k: sorted(v) if isinstance(v, set) else v for k, v in fields.items()}
-    stored["inference_mode"] = True  # as peft writes it
-    return (json.dumps(stored, indent=2, sort_keys=True) + "\n").encode()
-
-
-def begins_as_base(config: LoraConfig) -> bool:
-    """Returns whether switching a fresh adapter off gives the initial model.
-
-    PiSSA, OLoRA and others change the base weights, and a trained bias remains in the model when
-    the adapter is off.
-    """
-    return config.init_lora_weights in INIT_AT_BASE and config.bias == "none"
+    fields = config.to_dict() | {"inference_mode": True}  # type: ignore[no-untyped-call]
+    return (json.dumps(fields, indent=2, sort_keys=True, default=sorted) + "\n").encode()
 
 
 @contextlib.contextmanager
@@ -377,15 +327,13 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def base_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields (name, base layer) for each adapted layer of a model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            yield name, module.get_base_layer()
+        if hasattr(module, "get_base_layer"):
+            yield name, module.get_base_layer()  # type: ignore[operator]
 
 
 def plain_parameters(
-    model: nn.Module,
+    module: Any, prefix: str = "", layer: nn.Module | None = None
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
     """Yields (name, parameter, layer) for a model's parameters except the adapter's.
 
@@ -393,30 +341,17 @@ def plain_parameters(
     adapted layer of the parameter, or None. A module in `modules_to_save` replaces its original.
     `quantization.plain` gives the shape and dtype of a quantized parameter.
     """
-    if config_on(model) is not None:
-        yield from _parameters_of_base(model, "", None)
+    if hasattr(module, "get_base_layer"):  # a layer of peft
+        yield from plain_parameters(module.get_base_layer(), prefix, layer or module)
         return
-    for name, p in model.named_parameters(remove_duplicate=False):
-        yield name, p, None
-
-
-def _parameters_of_base(
-    module: nn.Module, prefix: str, layer: nn.Module | None
-) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
-    if isinstance(module, BaseTunerLayer):
-        yield from _parameters_of_base(module.get_base_layer(), prefix, layer or module)
-        return
-    if isinstance(module, ModulesToSaveWrapper):
-        yield from _parameters_of_base(module.modules_to_save[NAME], prefix, layer)
+    if hasattr(module, "modules_to_save"):  # a wrapper of peft
+        yield from plain_parameters(module.modules_to_save[NAME], prefix, layer)
         return
     for name, p in module._parameters.items():
         if p is not None:
             yield prefix + name, p, layer
     for name, child in module.named_children():
-        yield from _parameters_of_base(child, f"{prefix}{name}.", layer)
+        yield from plain_parameters(child, f"{prefix}{name}.", layer)
 
 
 def merged(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -452,7 +387,6 @@ def merged(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple
 @torch.no_grad()
 def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
     """Returns an adapted layer's parameters with the adapter merged in, at least in float32."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
     def wide(p: Tensor) -> nn.Parameter:
         is_quantized = quantization.is_quantized(p)
@@ -464,19 +398,9 @@ def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
     complete = copy.deepcopy(layer, {id(p): wide(p) for p in layer.parameters()})
     quantized = any(map(quantization.is_quantized, layer.parameters()))
     for part in complete.modules():
-        if isinstance(part, BaseTunerLayer):
-            if quantized:
-                _merge_dequantized(part)
-            else:
-                part.merge()
-    return {name: p.detach() for name, p, _ in _parameters_of_base(complete, "", None)}
-
-
-def _merge_dequantized(layer: Any) -> None:
-    """Merges the adapter into a dequantized layer; peft's own merge would quantize the sum."""
-    base = layer.get_base_layer()
-    variant = layer.lora_variant.get(NAME)  # DoRA; None: plain LoRA
-    if variant is None:
-        base.weight.data += layer.get_delta_weight(NAME)
-    else:
-        base.weight.data = variant.merge_safe(layer, NAME, base.weight.data)
+        if hasattr(part, "get_base_layer"):
+            kind: Any = type(part)
+            if quantized:  # whose own merge would quantize the sum: peft's layer for plain weights
+                kind = importlib.import_module(kind.__module__.rpartition(".")[0]).Linear
+            kind.merge(part)
+    return {name: p.detach() for name, p, _ in plain_parameters(complete)}

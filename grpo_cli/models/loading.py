@@ -87,7 +87,8 @@ def load_model(
             )
     else:
         seed = derive_seed(recipe.seed, "adapter") % 2**32
-        adapters.attach_new(model, recipe.adapter, path, recipe.model.revision, seed)
+        config = adapters.config_of(recipe.adapter, path, recipe.model.revision)
+        adapters.attach(model, config, seed)
     return LoadedModel(model, tokenizer, vision, vision or processor)
 
 
@@ -467,8 +468,7 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     empty.generation_config = model.generation_config
     if output_head.is_float32(model):
         output_head.use_float32(empty)
-    if (config := adapters.config_on(model)) is not None:
-        adapters.attach(empty, copy.deepcopy(config), 0)
+    adapters.attach(empty, copy.deepcopy(adapters.config_on(model)), 0)
     return empty.to(model.dtype).requires_grad_(False).eval()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if
+from grpo_cli.models.adapter_methods import METHODS
 
 # from_pretrained's arguments for file locations, of all files and of weights only.
 OF_FILES = ("subfolder", "cache_dir", "local_files_only", "force_download")
@@ -175,17 +176,17 @@ class Model:
             yield f"model.args.{name}: cannot be set: {instead}."
 
 
-@read_if("adapter.method", "lora", "dora", "rslora")
+@read_if("adapter.method", *METHODS)
 @dataclass
 class Adapter:
     """A low-rank adapter that is trained in place of the model's weights (LoRA, through peft)."""
 
     method: str = knob(
         "none",
-        "What is trained: all weights of the model (none), or a low-rank adapter on the frozen "
-        "model: LoRA (lora), LoRA with trained magnitudes (dora), or LoRA scaled by alpha/√rank "
-        "(rslora).",
-        choices=("none", "lora", "dora", "rslora"),
+        "What is trained: all weights of the model (none), or an adapter on the frozen model: "
+        + ", ".join(f"{method.title} ({name})" for name, method in METHODS.items())
+        + ".",
+        choices=("none", *METHODS),
         kept=True,
     )
     rank: int = at_least_1(16, "Rank r of the adapter's matrices.", kept=True)
@@ -205,8 +206,8 @@ class Adapter:
     )
     args: dict[str, Any] = knob(
         {},
-        "Further fields of peft's LoraConfig, such as lora_dropout, target_parameters, "
-        "modules_to_save, init_lora_weights or rank_pattern.",
+        "Further fields of the method's config in peft, such as lora_dropout, target_parameters, "
+        "modules_to_save, init_lora_weights or rank_pattern of LoraConfig.",
         kept=True,
     )
     sync: str = knob(

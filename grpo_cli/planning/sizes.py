@@ -142,9 +142,10 @@ def _traced_layers(
     kernel = settings.attn_implementation
     model = _built(config, dtype, {"attn_implementation": kernel} if kernel else {})
     loading.prepare_for_training(model, settings)
-    args = {key: v for key, v in adapter.args.items() if key != "init_lora_weights"}
+    args = {key: v for key, v in adapter.args.items() if not key.startswith("init_")}
+    added = adapters.config_of(replace(adapter, path=None, args=args), "plan", None)
     with torch.device("meta"):
-        adapters.attach_new(model, replace(adapter, path=None, args=args), "plan", None, 0)
+        adapters.attach(model, added, 0)
     trained = sum(p.numel() for p in adapters.tensors_of(model).values())
     logging.disable(logging.ERROR)  # torch logs an operation that it cannot trace
     try:

@@ -19,6 +19,7 @@ from grpo_cli.config import saved_recipe
 from grpo_cli.config.interpolation import publishable, publishable_command
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import is_local
+from grpo_cli.models.adapter_methods import METHODS
 from grpo_cli.reporting.reporter import versions
 
 TAGS = ["grpo", "grpo-cli", "reinforcement-learning"]
@@ -99,15 +100,15 @@ def model_card(
     path, train = recipe.model.path, recipe.dataset.train
     base = path if path and not Path(path).is_dir() and not paths.looks_local(path) else None
     data = [train] if train is not None and not is_local(train) else []
-    adapted = recipe.adapter.method != "none"
-    relation: dict[str, Any] = {"base_model_relation": "adapter"} if adapted and base else {}
+    method = METHODS.get(recipe.adapter.method)
+    relation: dict[str, Any] = {"base_model_relation": "adapter"} if method and base else {}
     results, name = after or {}, recipe.hub.repo or recipe.recipe or "model"
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base,
             datasets=data or None,
-            library_name="peft" if adapted else "transformers",
-            tags=[*TAGS, "lora"] if adapted else TAGS,
+            library_name="peft" if method else "transformers",
+            tags=[*TAGS, method.peft_type.lower()] if method else TAGS,
             model_name=name,
             **relation,
         ),

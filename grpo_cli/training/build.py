@@ -99,7 +99,7 @@ def assemble(
     recipe, folder = prepared.recipe, prepared.folder
     resume_from = checkpoint_to_resume(prepared, workers, reporter)
     if resume_from is not None:
-        resume.check_optimizer(recipe, resume_from)
+        resume.check_kept(recipe, resume_from)
     read: contents.Contents = {}
     with workers.raise_together():
         if workers.is_main:

@@ -23,6 +23,7 @@ from grpo_cli.errors import UserError, counted, nearest
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.files import read_json, read_yaml
 from grpo_cli.generation.vllm import lora
+from grpo_cli.models.adapter_methods import INIT_WITHOUT_BASE
 from grpo_cli.models.settings import ADAM, Adapter
 from grpo_cli.reporting import tracking
 from grpo_cli.scoring.calls import RewardExecutor
@@ -36,7 +37,7 @@ from grpo_cli.training.scorers import (
 )
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import PeftConfig
 
     from grpo_cli.environments.sessions import Sessions
     from grpo_cli.training.callbacks import Loaded
@@ -402,7 +403,7 @@ def check_model_path(recipe: Recipe) -> None:
             manifest.check(folder, model_only=True)
 
 
-def check_adapter(recipe: Recipe) -> LoraConfig | None:
+def check_adapter(recipe: Recipe) -> PeftConfig | None:
     """Checks that the recipe's adapter can be trained on its model; returns peft's config of it.
 
     Raises:
@@ -413,7 +414,7 @@ def check_adapter(recipe: Recipe) -> LoraConfig | None:
         return None
     from grpo_cli.models import adapters  # late: it imports transformers
 
-    config = adapters.config_for(recipe)
+    config = adapters.config_of(adapter, recipe.model.path or "", recipe.model.revision)
     if quantization != "none" and config is None:
         raise UserError(
             f"model.quantization = {quantization}: quantized weights cannot be trained; train "
@@ -421,8 +422,8 @@ def check_adapter(recipe: Recipe) -> LoraConfig | None:
         )
     if config is None:
         return None
-    init = config.init_lora_weights
-    if quantization != "none" and init not in adapters.INIT_WITHOUT_BASE:
+    init = adapters.init_of(config)
+    if quantization != "none" and init not in INIT_WITHOUT_BASE:
         where = f"adapter.args.init_lora_weights = {init}"
         where = where if adapter.path is None else f"{adapter.path}: init {init}"
         raise UserError(

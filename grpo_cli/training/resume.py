@@ -20,11 +20,10 @@ from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe, sources
-from grpo_cli.config.knob import flagged
+from grpo_cli.config.knob import flagged, value_at
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError, first_line
 from grpo_cli.files import LONGEST, read_text, read_yaml
-from grpo_cli.models.settings import Adapter, Optimizer
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
@@ -259,53 +258,29 @@ def restored_state(saved: Mapping[str, Any], log_history: list[dict[str, Any]] |
     return state
 
 
-def check_optimizer(recipe: Recipe, path: Path) -> None:
-    """Checks that a resumed run has the optimizer whose state the checkpoint `path` holds.
+def check_kept(recipe: Recipe, path: Path) -> None:
+    """Checks that a resumed run has the model, adapter and optimizer of the checkpoint `path`.
+
+    With another method or alpha, tensors of the same shapes can mean another model; another
+    optimizer cannot take the stored state.
 
     Raises:
-        UserError: the run has another adapter, or another optimizer, which cannot take the stored
-            state.
+        UserError: a knob that a resumed run keeps has another value.
     """
-    stored = read_yaml(path / provenance.RECIPE)
-    shown = paths.shown(path)
-    weights = f"model.path={shown} model.build=null"
-    if sources.is_adapter(path):
-        weights = f"adapter.path={shown}"
-    for knob in flagged(Optimizer, "kept"):
-        was, value = stored["optimizer"][knob], getattr(recipe.optimizer, knob)
-        if was != value:
-            raise UserError(
-                f"optimizer.{knob} = {value}: {shown} was trained with {was}, and a resumed run "
-                f"keeps its optimizer; begin a run from its weights with {weights}."
-            )
-    check_adapter(recipe, stored, path)
-
-
-def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
-    """Checks the adapter of a resumed run and its base model; only sync may be changed.
-
-    With another method or alpha, tensors of the same shapes can mean another model.
-
-    Args:
-        stored: the recipe of the checkpoint `path`.
-
-    Raises:
-        UserError: the run has another adapter, or its base model is quantized differently.
-    """
-    shown = paths.shown(path)
-    was = stored["model"]["quantization"]
-    if was != recipe.model.quantization:
+    stored, shown = read_yaml(path / provenance.RECIPE), paths.shown(path)
+    for key in flagged(Recipe, "kept"):
+        was, value = value_at(stored, key), value_at(recipe, key)
+        if was == value:
+            continue
+        instead = "give another output_dir to begin a run"
+        if key.startswith("optimizer."):
+            weights = f"model.path={shown} model.build=null"
+            weights = f"adapter.path={shown}" if sources.is_adapter(path) else weights
+            instead = f"begin a run from its weights with {weights}"
         raise UserError(
-            f"model.quantization = {recipe.model.quantization}: {shown} was trained with {was}, "
-            "which is another model under the adapter; give another output_dir to begin a run."
+            f"{key} = {value}: {shown} was trained with {was}, and a resumed run keeps its "
+            f"{key.partition('.')[0]}; {instead}."
         )
-    before, now = dict(stored["adapter"]), asdict(recipe.adapter)
-    for knob in flagged(Adapter, "kept"):
-        if before[knob] != now[knob]:
-            raise UserError(
-                f"adapter.{knob} = {now[knob]}: {shown} was trained with {before[knob]}, and a "
-                "resumed run keeps its adapter; give another output_dir to begin a run."
-            )
 
 
 def restore(run: Run, path: Path) -> None:

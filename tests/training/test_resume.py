@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from grpo_cli.cli import run_command
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.models.settings import Adapter, Model
+from grpo_cli.models.settings import Adapter
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, trained
@@ -180,48 +180,33 @@ def test_metrics_reach_the_disk_first(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "metrics.jsonl" in before_last, "the first step's line, before the second's weights"
 
 
-def test_a_resumed_run_keeps_the_quantization_of_its_base_model() -> None:
-    adapter, model = Adapter(method="lora"), Model(quantization="nf4")
-    recipe = Recipe(model=model, adapter=adapter)
-    stored = {"adapter": asdict(adapter), "model": asdict(model)}
-    resume.check_adapter(recipe, stored, Path("step-2"))
-    stored["model"]["quantization"] = "none"
-    with pytest.raises(UserError, match=r"model.quantization = nf4: step-2 was trained with none"):
-        resume.check_adapter(recipe, stored, Path("step-2"))
+KEPT: list[tuple[str, dict[str, Any], str | None]] = [
+    ("adapter", {"sync": "adapter"}, None),
+    ("adapter", {"method": "rslora"}, "adapter.method = rslora: .* was trained with lora"),
+    ("adapter", {"args": {"init_lora_weights": "pissa"}}, "adapter.args = .*another output_dir"),
+    ("model", {"quantization": "nf4"}, "model.quantization = nf4: .* was trained with none"),
+    ("optimizer", {"algorithm": "torch.optim:SGD"}, r"with adapter\.path=[^ ]+\.$"),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "advice"),
-    [("none", r"model\.path={0} model\.build=null"), ("lora", r"adapter\.path={0}")],
-)
-def test_changed_optimizer_is_refused(tmp_path: Path, method: str, advice: str) -> None:
+@pytest.mark.parametrize(("section", "changed", "message"), KEPT, ids=str)
+def test_what_a_resumed_run_keeps(
+    tmp_path: Path, section: str, changed: dict[str, Any], message: str | None
+) -> None:
+    recipe = Recipe(adapter=Adapter(method="lora"))
     (tmp_path / "training").mkdir()
-    recipe = Recipe(adapter=Adapter(method=method))
-    if method == "lora":
-        (tmp_path / "adapter_config.json").touch()
+    (tmp_path / "adapter_config.json").touch()
     (tmp_path / "training" / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe))
-    recipe.optimizer.algorithm = "torch.optim:SGD"
-    with pytest.raises(UserError, match=rf"with {advice.format(tmp_path)}\.$"):
-        resume.check_optimizer(recipe, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"method": "rslora"}, "adapter.method = rslora: .* was trained with lora"),
-        ({"args": {"init_lora_weights": "pissa"}}, "adapter.args = "),
-        ({"sync": "adapter"}, None),
-    ],
-    ids=["method", "args", "sync"],
-)
-def test_a_resumed_run_keeps_its_adapter(changed: dict[str, Any], message: str | None) -> None:
-    before = Adapter(method="lora")
-    recipe, stored = Recipe(adapter=replace(before, **changed)), asdict(Recipe(adapter=before))
+    recipe = replace(recipe, **{section: replace(getattr(recipe, section), **changed)})
     if message is None:
-        resume.check_adapter(recipe, stored, Path("step-2"))
+        resume.check_kept(recipe, tmp_path)
         return
     with pytest.raises(UserError, match=message):
-        resume.check_adapter(recipe, stored, Path("step-2"))
+        resume.check_kept(recipe, tmp_path)
+    if section == "optimizer":  # where all weights are trained
+        (tmp_path / "adapter_config.json").unlink()
+        with pytest.raises(UserError, match=r"with model\.path=[^ ]+ model\.build=null\.$"):
+            resume.check_kept(recipe, tmp_path)
 
 
 @pytest.mark.runs

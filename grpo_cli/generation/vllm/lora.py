@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import UserError
+from grpo_cli.models.adapter_methods import INIT_KEEPS_BASE
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import PeftConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank
-INITS = (True, False, "gaussian", "orthogonal", "eva")  # inits that keep the base weights
 OTHER_WAY = "use adapter.sync=merge, which sends merged weights"
 
 
-def check(config: LoraConfig) -> None:
+def check(config: PeftConfig) -> None:
     """Checks that vLLM can apply an adapter with this config.
 
     Raises:
@@ -25,7 +25,9 @@ def check(config: LoraConfig) -> None:
         raise UserError(f"adapter.sync = adapter: {reason}; {OTHER_WAY}.")
 
 
-def _reasons(config: LoraConfig) -> Iterator[str]:
+def _reasons(config: Any) -> Iterator[str]:
+    if config.peft_type != "LORA":
+        yield f"vLLM applies LoRA only, not {config.peft_type}"
     if config.use_dora:
         yield "vLLM does not apply DoRA"
     if config.modules_to_save:
@@ -36,7 +38,7 @@ def _reasons(config: LoraConfig) -> Iterator[str]:
     if config.target_parameters:
         names = ", ".join(config.target_parameters)
         yield f"vLLM gets adapters of linear layers only (target_parameters: {names})"
-    if config.init_lora_weights not in INITS:
+    if config.init_lora_weights not in INIT_KEEPS_BASE:
         yield (
             f"vLLM does not take the init {config.init_lora_weights}, since such an init can "
             "change the weights under the adapter"
@@ -48,7 +50,7 @@ def _reasons(config: LoraConfig) -> Iterator[str]:
         yield f"rank {largest_rank(config)} is above vLLM's largest, {RANKS[-1]}"
 
 
-def largest_rank(config: LoraConfig) -> int:
+def largest_rank(config: Any) -> int:
     """Returns the largest rank of an adapter's layers."""
     return int(max([config.r, *(config.rank_pattern or {}).values()]))
 
