@@ -6,15 +6,15 @@ float64 scalar of torch, for autograd: what a paper writes under a stop-gradient
 
     total_loss(batch, settings, longest)   the loss of one optimizer batch
 
-`settings` are the knobs of `loss`, by name. A new policy loss is one function and one line in
-POLICY. Three things are no paper's and are marked with "Tool": how huge ratios are kept finite, how
-top-entropy selection and GMPO go together, and advantages that differ along a completion.
+`settings` are the knobs of `loss`, by name. A new loss is a function of its name. Three things are
+no paper's and are marked with "Tool": how huge ratios are kept finite, how top-entropy
+selection and GMPO go together, and advantages that differ along a completion.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,17 +240,6 @@ def kl_cov(completion: Completion, around: Around) -> list[Tensor]:
     return losses
 
 
-POLICY: dict[str, Callable[[Completion, Around], list[Tensor]]] = {
-    "clipped": clipped,
-    "cispo": cispo,
-    "sapo": sapo,
-    "vespo": vespo,
-    "gmpo": gmpo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-}
-
-
 # Tokens that are treated apart
 
 
@@ -443,7 +432,7 @@ def total_loss(batch: Sequence[Completion], settings: Settings, longest: int) ->
             continue
         corrections = sampler_corrections(completion, settings)
         around = Around(settings, high_entropy[i], chosen[i], corrections)
-        policy = POLICY[settings["policy"]](completion, around)
+        policy = globals()[settings["policy"]](completion, around)
         keep = off_policy_keep(completion, settings)
         penalised = settings["beta"] > 0 and settings["kl_in"] == "loss"
         estimates = kl(completion, settings) if penalised else []

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_0, knob
+from grpo_cli.config.knob import above_0, at_least_0, knob, plain
 
 
 @dataclass
 class Loss:
     """The objective: policy, KL and entropy terms. docs/algorithm.md has the formulas."""
 
-    policy: str = knob(
+    policy: str = plain(
         "clipped",
         "Policy term: a function of algorithm/losses.py, or your own as my_module:my_loss.",
     )
-    args: dict[str, Any] = knob(
+    args: dict[str, Any] = plain(
         {}, "Arguments that only this policy loss has, such as ratio_cap of cispo."
     )
     ratio_level: str = knob(
@@ -169,11 +169,11 @@ class Loss:
 class Advantage:
     """Rewards to advantages."""
 
-    rule: str = knob(
+    rule: str = plain(
         "group",
         "Rule: a function of algorithm/advantages.py, or your own as my_module:my_rule.",
     )
-    args: dict[str, Any] = knob({}, "Arguments that only this rule has, such as k of pass_at_k.")
+    args: dict[str, Any] = plain({}, "Arguments that only this rule has, such as k of pass_at_k.")
     scale: str = knob(
         "group",
         "Divide by the standard deviation of the group, of the complete step (batch), or not "

@@ -118,7 +118,7 @@ def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
     if not provenance.is_own_run(folder):
         provenance.check_links(folder, "resume")
         stored = read_yaml(file)
-        harmless = ("defaults", "output_dir", "resume", "checkpoint", "log")
+        harmless = ("defaults", "output_dir", "resume")
         asked = {key: value for key, value in stored.items() if key not in harmless}
         found = [*provenance.unusual(stored), *provenance.refused(asked, folder)]
         provenance.check(folder, found, f"recipe={file}")

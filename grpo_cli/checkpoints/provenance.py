@@ -1,8 +1,9 @@
 """Decides which keys of a checkpoint's stored recipe are trusted, since it can name code.
 
     own run        a run of this user has noted the folder: its recipe is obeyed
-    another's      only the keys of `ALLOWED` are obeyed, which describe the model, its data and the
-                   evaluation; every other key must have its default value, or needs trust=true
+    another's      numbers, booleans and choices are obeyed, and texts by the rule that the flag
+                   `trusted` of their knob names; every other key must have its default value, or
+                   needs trust=true
 
 Notes are empty files in grpo's cache folder. Their names hash the recipe, the model's code and its
 configs, which may name code or another model. A moved folder is therefore still recognized. Imports
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
+import inspect
 import os
 import re
 import uuid
@@ -29,13 +32,14 @@ from grpo_cli.config.cache import cache_dir
 from grpo_cli.config.compose import is_stored
 from grpo_cli.config.interpolation import leaves
 from grpo_cli.config.keys import ENTRIES
-from grpo_cli.config.knob import as_written
+from grpo_cli.config.knob import as_written, flags_of
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
-from grpo_cli.evaluation.settings import Benchmark
+from grpo_cli.evaluation.settings import Benchmark, Mode
 from grpo_cli.files import open_file, read_json
 from grpo_cli.rewards import shipped_name
+from grpo_cli.scoring.settings import Reward
 
 RECIPE = f"{TRAINING}/recipe.yaml"
 
@@ -46,22 +50,22 @@ def _anything(value: Any, folder: Path) -> bool:
     return True
 
 
-def _number(value: Any, folder: Path) -> bool:
-    return value is None or isinstance(value, bool | int | float)
-
-
-def _word(value: Any, folder: Path) -> bool:
-    """Returns whether a value is a single name: no module:function, no OWNER/KERNEL, no path."""
-    return value is None or re.fullmatch(r"\w+", str(value), re.ASCII) is not None
-
-
-def _optimizer(value: Any, folder: Path) -> bool:
-    known = re.fullmatch(r"(torch|bitsandbytes)\.optim:\w+", str(value), re.ASCII)
-    return known is not None or _word(value, folder)
-
-
 def _never(value: Any, folder: Path) -> bool:
     return value in (None, False)
+
+
+def _plain(value: Any, folder: Path) -> bool:
+    """Returns whether a value is numbers and names: no module:function, OWNER/KERNEL or path."""
+    if isinstance(value, list):
+        return all(_plain(one, folder) for one in value)
+    is_number = value is None or isinstance(value, bool | int | float)
+    return is_number or re.fullmatch(r"\w+|[-+.\de]+", str(value), re.ASCII) is not None
+
+
+def _class(value: Any, folder: Path) -> bool:
+    """Returns whether a value is a name, or an optimizer of torch or bitsandbytes."""
+    known = r"(torch|bitsandbytes)\.optim:\w+"
+    return _plain(value, folder) or re.fullmatch(known, str(value), re.ASCII) is not None
 
 
 def _guards(value: Any, folder: Path) -> bool:
@@ -106,100 +110,54 @@ def _inside(value: str, folder: Path) -> bool:
     return is_there and Path(value).resolve().is_relative_to(folder.resolve())
 
 
-def _shipped(value: Any, folder: Path) -> bool:
+def _reward(value: Any, folder: Path) -> bool:
     """Returns whether a reward is grpo's own and sends nothing to an address in the recipe."""
     return shipped_name(str(value)) not in (None, "judge")
 
 
-def _these(names: str, **rules: Any) -> dict[str, Any]:
-    """Returns rules of keys: any value for those in `names`, and a rule for each of the others."""
-    return {**dict.fromkeys(names.split(), _anything), **rules}
+def _argument(value: Any, folder: Path) -> bool:
+    """Returns whether an argument of a reward names no address and no file outside the folder."""
+    for text in (os.path.expanduser(one) for _, one in leaves(value) if isinstance(one, str)):
+        is_elsewhere = os.path.exists(text) and not (text.isidentifier() or _inside(text, folder))
+        if is_elsewhere or "://" in text:
+            return False
+    return True
 
 
-# Arguments of the shipped rewards.
-ARGS = _these(
-    "style letters unclosed_think seconds total_seconds memory_mb partial continues_prompt "
-    "site_packages max_completion_tokens correct_max correct_min wrong_min wrong_max exceed "
-    "name episode_credit strip ignore_case script threshold target unit final forms "
-    "units percent pattern mode dotall multiline compare ngram max_penalty label chat "
-    "chat_template_kwargs eos max_length batch_tokens dtype device revision cache tags "
-    "opening answer_tag",
-    guards=_guards, model=_model, schema=_schema, trust_remote_code=_never,
-)  # fmt: skip
-ROWS = _these(
-    "subset split columns prompt system limit weight solution rewards accuracy", data=_data
-)
-SCHEDULE = _these("to shape begin end")
-# Trusted keys in another user's folder; "*" stands for any name. Any other key, such as one added
-# to the schema later, must have its default value.
-ALLOWED = _these(
-    "recipe description seed steps epochs prompts_per_step device mixed_precision",
-    model=_these(
-        "revision freeze dtype quantization head_dtype response_template chat_template_kwargs "
-        "gradient_checkpointing compile dropout",
-        path=_model, attn_implementation=_word, chat_template=_template,
-        build=_these(
-            "hidden_size intermediate_size num_layers merges vision_layers warmup_steps "
-            "warmup_target_loss warmup_batch warmup_weight_decay warmup_learning_rate"
-        ),
-    ),
-    adapter=_these(
-        "method rank alpha target_modules sync", path=_model,
-        args=_these("lora_dropout target_parameters modules_to_save", init_lora_weights=_word),
-    ),
-    dataset=_these(
-        "subset train_split eval_split columns prompt system chat final_assistant solution "
-        "max_prompt_tokens max_pixels bad_rows shuffle streaming train_limit eval_limit "
-        "test_split_size",
-        train=_data, eval=_data, mixture={"*": ROWS}, held_out={"*": ROWS},
-    ),
-    reward={
-        "*": _these(
-            "weight datasets timeout on_error concurrency", function=_shipped, args=ARGS
-        )
+def _arguments(reward: Any) -> dict[str, Rule]:
+    """Returns the rules of a shipped reward's arguments, by the parameters of its signature."""
+    name = shipped_name(str(reward))
+    if not _reward(name, Path()):
+        return {}
+    function = getattr(importlib.import_module(f"grpo_cli.rewards.{name}"), name)
+    given = inspect.signature(function).parameters.values()
+    own = [p.name for p in given if p.kind is p.KEYWORD_ONLY or p.name in ARGUMENTS]
+    return {name: ARGUMENTS.get(name, _argument) for name in own}
+
+
+# Arguments of shipped rewards whose values need a rule of their own.
+ARGUMENTS = {"guards": _guards, "model": _model, "schema": _schema, "trust_remote_code": _never}
+# The rules that the flag `trusted` of a knob names; those of a mapping are for its entries.
+RULES: dict[str, Any] = {
+    "anything": _anything, "never": _never, "plain": _plain, "model": _model, "data": _data,
+    "template": _template, "json": _json_text, "guards": _guards, "class": _class,
+    "reward": _reward, "modes": {"*": Mode},
+    "lora": {
+        "lora_dropout": _plain, "init_lora_weights": _plain, "target_parameters": _anything,
+        "modules_to_save": _anything,
     },
-    benchmark={
-        "*": _these(
-            "title column subset split columns system chat examples shots breakdown "
-            "max_completion_tokens stop",
-            data=_data, modes={"*": _these("prompt tools title published")}, reward=_shipped,
-            args=ARGS,
-        )
-    },
-    scoring=_these("workers worker_memory_gb"),
-    generation=_these(
-        "num_generations max_completion_tokens min_completion_tokens stop temperature top_p top_k "
-        "min_p repetition_penalty presence_penalty frequency_penalty logit_bias stop_token_ids "
-        "max_num_seqs max_logp_difference dynamic_sampling",
-        engine=_word,
-        vllm=_these(
-            "regex check_weights tensor_parallel memory sleep dtype prefetch_steps in_flight",
-            json_schema=_json_text,
-        ),
-        tools=_these("max_calls seconds", guards=_guards),
-    ),
-    episode=_these("max_turns turn_tokens reply_tokens order credit"),
-    loss=_these(
-        "ratio_level normalize epsilon epsilon_high mask_truncated beta kl_estimator kl_in "
-        "kl_bias_correction kl_target reference_every reference_alpha entropy_coef entropy_target "
-        "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
-        "off_policy_mask",
-        policy=_word, args={"*": _number},
-    ),
-    advantage=_these("scale", rule=_word, args={"*": _number, "baseline": _word}),
-    optimizer=_these(
-        "learning_rate betas weight_decay no_decay max_grad_norm schedule warmup_steps "
-        "min_learning_rate",
-        algorithm=_optimizer, args={"*": _number},
-    ),
-    update=_these("num_iterations minibatches tokens_per_micro_batch"),
-    schedules={"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
-    distributed=_these("strategy reshard_after_forward offload stall_minutes"),
-    eval=_these(
-        "every at_start num_samples sampling temperature top_p max_completion_tokens accuracy "
-        "mode metric k limit best patience"
-    ),
-)  # fmt: skip
+}  # fmt: skip
+
+
+def rule_of(key: str, field: dataclasses.Field[Any]) -> Any:
+    """Returns the rule of a knob's value, or the class of its knobs; None: only its default."""
+    flags, meta = flags_of(field), field.metadata
+    if flags.trusted or flags.of_start:
+        return RULES.get(flags.trusted)
+    if key in ENTRIES:
+        return {"*": ENTRIES[key]}
+    is_number = re.fullmatch(r"(int|float|bool|None|list|dict|[][, |])+", str(field.type))
+    return meta["kind"] or (_plain if is_number or meta["choices"] else None)
 
 
 def check(path: Path | str, found: Iterable[str], trust: str) -> None:
@@ -359,37 +317,35 @@ def refused(cfg: Any, folder: Path, given: Collection[str] = ()) -> Iterator[str
         folder: the checkpoint's folder. given: keys that the command line sets.
     """
     tree: Any = OmegaConf.to_container(OmegaConf.create(cfg))
-    for section, function, default in (
-        ("reward", "function", None), ("benchmark", "reward", Benchmark().reward),
-    ):  # fmt: skip
+    for section, key in (("reward", "function"), ("benchmark", "reward")):
         for name, entry in (tree.get(section) or {}).items():
             if isinstance(entry, dict):  # a reward without a function uses its entry's name
-                entry[function] = entry.get(function) or default or name
-    yield from _refused(tree, ALLOWED, dataclasses.asdict(Recipe()), "", folder, given)
+                entry[key] = entry.get(key) or (name if key == "function" else Benchmark.reward)
+    yield from _refused(tree, Recipe, dataclasses.asdict(Recipe()), "", folder, given)
 
 
 def _refused(
-    tree: Mapping[str, Any],
-    allowed: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    prefix: str,
-    folder: Path,
-    given: Collection[str],
+    value: Any, rule: Any, default: Any, key: str, folder: Path, given: Collection[str]
 ) -> Iterator[str]:
-    kind = ENTRIES.get(prefix.rstrip("."))
-    of_entry = dataclasses.asdict(kind()) if kind is not None else None
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        default = of_entry if of_entry is not None else defaults.get(name, ...)
-        if key in given or value == default:
-            continue
-        rule = allowed.get(name, allowed.get("*"))
-        if isinstance(value, dict) and not callable(rule):
-            below = default if isinstance(default, dict) else {}
-            yield from _refused(value, rule or {}, below, f"{key}.", folder, given)
-            continue
-        is_computed = any("${" in str(text) for _, text in leaves({"": value}))
-        is_allowed = callable(rule) and not is_computed and rule(value, folder)
-        is_removed = value is None and kind is not None
-        if not (is_allowed or is_removed):
-            yield f"{key} = {as_written(value)}"
+    if key in given or value == default or (value is None and key.rpartition(".")[0] in ENTRIES):
+        return
+    is_rule = inspect.isfunction(rule)
+    is_computed = any("${" in str(text) for _, text in leaves({"": value}))
+    if is_rule and not is_computed and rule(value, folder):
+        return
+    if not isinstance(value, dict):
+        yield f"{key} = {as_written(value)}"
+        return
+    rules = rule if isinstance(rule, dict) else {}
+    if isinstance(rule, type):
+        fields = dataclasses.fields(rule)
+        rules = {f.name: rule_of(f"{key}.{f.name}".lstrip("."), f) for f in fields}
+        if rule in (Reward, Benchmark):
+            rules["args"] = _arguments(value.get("function", value.get("reward")))
+    if key in ENTRIES:
+        default = dict.fromkeys(value, dataclasses.asdict(ENTRIES[key]()))
+    for name, below in value.items():
+        inner = rule if is_rule else rules.get(name, rules.get("*"))
+        standard = default.get(name, ...) if isinstance(default, dict) else ...
+        where = f"{key}.{name}" if key else str(name)
+        yield from _refused(below, inner, standard, where, folder, given)

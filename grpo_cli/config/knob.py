@@ -58,6 +58,8 @@ class Flags:
             may differ when a finished run is resumed.
         kept: a resumed run must have the knob's value of the checkpoint.
         of_start: the knob belongs to one start of a run, and is not stored.
+        trusted: values that a recipe of another user may give, by the name of a rule in
+            checkpoints/provenance.py. Without one, numbers, booleans and choices are trusted.
     """
 
     read_if: tuple[Any, ...] = ()
@@ -73,6 +75,7 @@ class Flags:
     without_effect: bool = False
     kept: bool = False
     of_start: bool = False
+    trusted: str = ""
 
 
 FLAGS = [f.name for f in dataclasses.fields(Flags)]
@@ -96,6 +99,9 @@ def knob(default: Any, doc: str, *, kind: type | None = None, **settings: Any) -
 at_least_0 = partial(knob, ge=0)
 at_least_1 = partial(knob, ge=1)
 above_0 = partial(knob, gt=0)
+# Texts that name no file, code or address; single names and numbers, which cannot name one.
+text = partial(knob, trusted="anything")
+plain = partial(knob, trusted="plain")
 
 
 def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:

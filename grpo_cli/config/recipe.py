@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.checkpoints.settings import Checkpoint
-from grpo_cli.config.knob import knob, section
+from grpo_cli.config.knob import knob, plain, section
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -65,7 +65,7 @@ class Recipe(RunSettings):
     advantage: Advantage = section(Advantage, training=True)
     optimizer: Optimizer = section(Optimizer, training=True)
     update: Update = section(Update, training=True, decides="updates")
-    schedules: dict[str, Any] = knob(
+    schedules: dict[str, Any] = plain(
         {},
         "Schedules of scalars of loss and generation over the steps, such as loss.beta.to=0.",
         training=True,

@@ -55,7 +55,9 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
     Raises:
         UserError: there is no such module or function.
     """
-    module_name, _, attribute = path.partition(":")
+    module_name, is_path, attribute = path.partition(":")
+    if not is_path:
+        raise UserError(f"{where}: is no function; give it as my_module:my_function.")
     module = import_module(module_name, where)
     function = getattr(module, attribute, None)
     if not callable(function):

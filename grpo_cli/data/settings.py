@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_1, knob
+from grpo_cli.config.knob import above_0, at_least_1, knob, text
 from grpo_cli.errors import listed
 
 NOT_STREAMED = "needs all rows at the start; set dataset.streaming=false."
@@ -17,17 +17,17 @@ PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")  # of prompts, in
 class NamedRows:
     """One of several data sets; what it does not set is as in `dataset`."""
 
-    data: str = knob("", "Rows: a hub name, or local data as for dataset.train.")
-    subset: str | None = knob(None, "Configuration of the hub data set or the folder.")
-    split: str = knob("train", "Split of a hub data set or a folder.")
-    columns: dict[str, str] | None = knob(
+    data: str = knob("", "Rows: a hub name, or local data as for dataset.train.", trusted="data")
+    subset: str | None = text(None, "Configuration of the hub data set or the folder.")
+    split: str = text("train", "Split of a hub data set or a folder.")
+    columns: dict[str, str] | None = text(
         None,
         "Columns to rename before they are used, as new_name: old_name; null: dataset.columns.",
     )
-    prompt: str | None = knob(
+    prompt: str | None = text(
         None, "Column or template of the prompt; null: as dataset.prompt says."
     )
-    system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
+    system: str | None = text(None, "System prompt, for chats; null: dataset.system.")
     limit: int | None = at_least_1(None, "Use only the first N rows.")
 
     def problems(self, key: str) -> Iterator[str]:
@@ -45,7 +45,7 @@ class MixturePart(NamedRows):
     """One of the data sets that a run trains on together."""
 
     weight: float = above_0(1.0, "Probability of the data set at each prompt, relative.")
-    solution: str | None = knob(
+    solution: str | None = text(
         None, "Template of a worked solution, for the warm-up; null: dataset.solution."
     )
 
@@ -54,13 +54,13 @@ class MixturePart(NamedRows):
 class HeldOut(NamedRows):
     """One of several sets of held-out rows."""
 
-    split: str = knob("test", "Split of a hub data set or a folder.")
-    rewards: list[str] = knob(
+    split: str = text("test", "Split of a hub data set or a folder.")
+    rewards: list[str] = text(
         [],
         "Names of the recipe's rewards that judge the completions; empty: the rewards of the data "
         "set with the same name in dataset.mixture, or else all rewards.",
     )
-    accuracy: str | None = knob(
+    accuracy: str | None = text(
         None,
         "Reward whose value 1 counts as correct; null: eval.accuracy if it judges them, else the "
         "first.",
@@ -75,33 +75,35 @@ class Dataset:
         None,
         "Training rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern such as "
         "data/*.parquet, a folder of such files or of save_to_disk, or pkg://package/file.",
+        trusted="data",
     )
     eval: str | None = knob(
         None,
         "Held-out rows: a hub name, or local data as for dataset.train; null: no evaluation on "
         "rows.",
         of_train=True,
+        trusted="data",
     )
-    subset: str | None = knob(
+    subset: str | None = text(
         None, "Configuration of the hub data set (GSM8K has `main`).", of_train=True
     )
-    train_split: str = knob(
+    train_split: str = text(
         "train", "Split of a hub data set or a folder to train on.", of_train=True
     )
-    eval_split: str = knob(
+    eval_split: str = text(
         "test", "Split of a hub data set or a folder to evaluate on.", of_train=True
     )
-    columns: dict[str, str] = knob(
+    columns: dict[str, str] = text(
         {}, "Columns to rename before they are used, as new_name: old_name.", of_train=True
     )
-    prompt: str | None = knob(
+    prompt: str | None = text(
         None,
         "Column of the prompt, or a template over the row's columns such as '{question} Answer "
         "briefly.', in which a literal brace is written twice; null: the first of the columns "
         "prompt, messages, question and problem.",
         of_train=True,
     )
-    system: str | None = knob(
+    system: str | None = text(
         None,
         "System prompt, for prompts that are chats.",
         read_if=("dataset.chat", "auto", True),
@@ -120,7 +122,7 @@ class Dataset:
         choices=("refuse", "drop", "continue"),
         read_if=("dataset.chat", "auto", True),
     )
-    solution: str | None = knob(
+    solution: str | None = text(
         None,
         "Template of a worked solution, used only for the warm-up of a built model. If it names a "
         "column that holds messages, they are an episode whose assistant's turns are trained.",

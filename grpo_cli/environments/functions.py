@@ -193,10 +193,6 @@ def load_tools(paths: Mapping[str, str]) -> dict[str, Tool]:
     """
     tools = {}
     for name, path in paths.items():
-        if ":" not in str(path):
-            raise UserError(
-                f"tools.{name}: {path} is no function; give it as my_module:my_function."
-            )
         where = f"tools.{name} = {path}"
         tools[name] = make_tool(import_function(path, where), name, where)
     return tools

@@ -19,14 +19,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
+from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.episode import Episode
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.player import Dialogue, Player, shown
 from grpo_cli.environments.protocol import Observation
-from grpo_cli.environments.rollouter import Rollouter, Sampled
+from grpo_cli.environments.rollouter import Rollouter, RolloutSetup, Sampled
 from grpo_cli.environments.settings import NAME_COLUMN, EpisodeSettings
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, Request, Session
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
@@ -57,10 +60,33 @@ class EpisodeLoop(Rollouter):
     seconds_waited: float = 0.0  # seconds of waiting for environments while nothing was sampled
     environment_seconds: float = 0.0  # total seconds of all environment calls
     num_episodes: int = 0
-    takes_turns = True
+    takes_turns = has_environments = True
 
-    def for_evaluation(self) -> EpisodeLoop:
-        return replace(self, max_prompt_tokens=None)
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        if recipe.rollout is not None and not recipe.dataset.chat:
+            raise UserError(
+                f"rollout = {recipe.rollout}: leads a conversation; set dataset.chat=true."
+            )
+
+    @classmethod
+    def make(cls, setup: RolloutSetup) -> Rollouter:
+        recipe, sessions, loaded = setup.recipe, setup.sessions, setup.loaded
+        if sessions is None:  # only benchmarks are evaluated
+            return Rollouter()
+        dialogues = {}
+        replies = None if sessions.spec.has_state else ("tool",)
+        for name in sessions.spec.names:
+            schemas, kwargs = sessions.schemas(name), recipe.model.chat_template_kwargs
+            template = ChatTemplate(loaded.tokenizer, setup.eos_ids, schemas, kwargs, loaded.vision)
+            chat = Chat(template, recipe.model.response_template)
+            chat.check(replies)
+            dialogues[name] = chat
+            tools = ", ".join(schema["function"]["name"] for schema in schemas)
+            said = f"tools {tools}" if tools else "no tools"
+            setup.say(f"environment {name or 'of all rows'}: {said}")
+        share, most = recipe.environment.max_failed_share, setup.max_prompt_tokens
+        return cls(sessions, dialogues, recipe.episode, most, share, setup.say)
 
     def take_times(self) -> dict[str, float]:
         times = {

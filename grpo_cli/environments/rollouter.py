@@ -3,29 +3,68 @@
 Rollouter      one completion after each prompt
 EpisodeLoop    turns with environments, or with programs that the model writes (`loop.py`)
 TrlRollouts    a rollout function in TRL's manner (`trl_rollouts.py`)
+
+A recipe's `rollout` can also name a subclass of your own, as my_module:MyRollouter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_cli.config.recipe import Recipe
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.loading import eos_ids
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Group, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from grpo_cli.environments.sessions import Sessions
+    from grpo_cli.models.loading import LoadedModel
 
 # The number of a prompt in a request, the prompt as each completion saw it, and the completions.
 Sampled = tuple[int, Sequence[Prompt], list[Completion]]
 
 
+@dataclass(frozen=True)
+class RolloutSetup:
+    """The arguments that every kind of rollout is made with."""
+
+    recipe: Recipe
+    sessions: Sessions | None  # None: `has_environments` is false, or only benchmarks are evaluated
+    loaded: LoadedModel
+    max_prompt_tokens: int | None  # limit of a prompt with its first observation; None: no limit
+    say: Callable[[str], None]  # prints a line for the user
+
+    @property
+    def eos_ids(self) -> set[int]:
+        """The tokens that end a turn."""
+        of_model = eos_ids(self.loaded.model.generation_config, self.loaded.tokenizer)
+        return {*of_model, *self.recipe.generation.stop_token_ids}
+
+
 class Rollouter:
     """Samples one completion after each prompt; a subclass takes turns."""
 
+    has_environments: bool = False  # whether tools or environments answer
+    max_prompt_tokens: int | None = None  # limit of a prompt with its first observation
     takes_turns: bool = False  # whether it waits for other programs
     max_failed_share: float = 1.0  # share of a call's environments; more failures abort the call
+
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        """Raises a UserError if the recipe's settings do not fit this kind of rollout."""
+
+    @classmethod
+    def make(cls, setup: RolloutSetup) -> Rollouter:
+        """Returns it for the recipe's own prompts, or raises a UserError if it cannot be made."""
+        return cls()
 
     @contextmanager
     def groups(
@@ -58,11 +97,15 @@ class Rollouter:
                 for n, seen, completions in sampled
             )
 
-    def sample(
-        self, generator: Generator, request: Request
-    ) -> AbstractContextManager[Iterator[Sampled]]:
+    @contextmanager
+    def sample(self, generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
         """Samples while it is iterated; yields each prompt's completions once they are complete."""
-        return single_turns(generator, request)
+        with generator.session() as session:
+            session.submit(request)
+            yield (
+                (number, [request.prompts[number]] * len(completions), completions)
+                for _, number, completions in session.drain()
+            )
 
     def take_times(self) -> dict[str, float]:
         """Returns the time metrics since the last call, and resets them."""
@@ -70,15 +113,6 @@ class Rollouter:
 
     def for_evaluation(self) -> Rollouter:
         """Returns a copy that measures its own times and keeps long prompts."""
-        return self
-
-
-@contextmanager
-def single_turns(generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
-    """Samples one completion after each prompt."""
-    with generator.session() as session:
-        session.submit(request)
-        yield (
-            (number, [request.prompts[number]] * len(completions), completions)
-            for _, number, completions in session.drain()
-        )
+        found = copy.copy(self)
+        found.max_prompt_tokens = None
+        return found

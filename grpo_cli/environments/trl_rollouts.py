@@ -12,19 +12,24 @@ The result at an index belongs to the prompt at that index. Results are checked 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from grpo_cli.config import parsing
+from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.user_code import import_function
 from grpo_cli.data import conversations
 from grpo_cli.environments.functions import clean_text
-from grpo_cli.environments.rollouter import Rollouter, Sampled
+from grpo_cli.environments.rollouter import Rollouter, RolloutSetup, Sampled
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.generation.base import Generator, Request
+from grpo_cli.generation.factory import engine_class
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
@@ -129,13 +134,47 @@ class TrlRollouts(Rollouter):
     max_prompt_tokens: int | None = None  # limit of a prompt that the function returns
     takes_turns = True
 
-    def for_evaluation(self) -> TrlRollouts:
-        return dataclasses.replace(self, max_prompt_tokens=None)
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        key = f"rollout = {recipe.rollout}"
+        function = import_function(str(recipe.rollout), key)
+        if inspect.isclass(function):
+            raise UserError(
+                f"{key}: is a class; give a function of (prompts, trainer), an object that is "
+                "called like one, or a subclass of grpo_cli.environments.rollouter.Rollouter."
+            )
+        try:
+            inspect.signature(function).bind([], None)
+        except TypeError:
+            raise UserError(
+                f"{key}: must take (prompts, trainer), or be a coroutine function (async def) "
+                "that takes a conversation."
+            ) from None
+        if recipe.tools:
+            raise UserError(
+                f"{key} together with tools: only a coroutine function (async def) calls the "
+                "recipe's tools; remove one of them."
+            )
+        when = f"with a coroutine function (async def), and {key} is none"
+        for problem in parsing.unread_of_episodes(recipe, (), when):
+            raise UserError(problem)
+        engine, strategy = recipe.generation.engine, recipe.distributed.strategy
+        if strategy == "fsdp2" and engine_class(engine).samples_from_policy:
+            raise UserError(
+                f"{key} with distributed = {strategy}: the engine {engine} samples on all "
+                "processes together, and the function does not; use vLLM "
+                "(generation=vllm_colocate), or a coroutine function."
+            )
 
-    def sample(
-        self, generator: Generator, request: Request
-    ) -> AbstractContextManager[Iterator[Sampled]]:
-        return nullcontext(self._sampled(generator, request))
+    @classmethod
+    def make(cls, setup: RolloutSetup) -> TrlRollouts:
+        path, kwargs = str(setup.recipe.rollout), setup.recipe.model.chat_template_kwargs
+        function, tokenizer = import_function(path, "rollout"), setup.loaded.tokenizer
+        return cls(path, function, tokenizer, setup.eos_ids, kwargs, setup.max_prompt_tokens)
+
+    @contextmanager
+    def sample(self, generator: Generator, request: Request) -> Iterator[Iterator[Sampled]]:
+        yield self._sampled(generator, request)
 
     def _sampled(self, generator: Generator, request: Request) -> Iterator[Sampled]:
         """Yields the groups of all prompts, which one call of the function samples.

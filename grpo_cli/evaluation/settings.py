@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, text
 
 
 @dataclass
 class Mode:
     """The form in which the problems of a benchmark are put to the model."""
 
-    prompt: str | None = knob(
+    prompt: str | None = text(
         None, "Prompt template over the row's columns; null: the benchmark has no such mode."
     )
     tools: bool = knob(False, "Run the programs that a completion contains while it is sampled.")
-    title: str | None = knob(None, "Heading of the mode in tables; null: its name.")
-    published: dict[str, float] = knob(
+    title: str | None = text(None, "Heading of the mode in tables; null: its name.")
+    published: dict[str, float] = text(
         {}, "Published accuracies in percent by model, which tables show for comparison."
     )
 
@@ -34,7 +34,7 @@ MODES = {
 class Benchmark:
     """A published set of problems: its rows, its prompts, and how an answer is judged."""
 
-    title: str | None = knob(None, "Column heading in tables; null: the benchmark's name.")
+    title: str | None = text(None, "Column heading in tables; null: the benchmark's name.")
     column: int | None = at_least_1(
         None, "Rank among the columns of a table; null: after those that have one."
     )
@@ -43,10 +43,11 @@ class Benchmark:
         "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern or a folder of "
         "such files, or pkg://package/file.",
         rescoring=True,
+        trusted="data",
     )
-    subset: str | None = knob(None, "Configuration of the hub data set.", rescoring=True)
-    split: str = knob("test", "Split of a hub data set or a folder.", rescoring=True)
-    columns: dict[str, str] = knob(
+    subset: str | None = text(None, "Configuration of the hub data set.", rescoring=True)
+    split: str = text("test", "Split of a hub data set or a folder.", rescoring=True)
+    columns: dict[str, str] = text(
         {}, "Columns to rename before they are used, as new_name: old_name.", rescoring=True
     )
     modes: dict[str, Mode] = knob(
@@ -54,12 +55,13 @@ class Benchmark:
         "Modes that eval.mode can name; each has prompt, tools, title and published. cot (in "
         "words) and tir (with programs that are run) are there, tir without a prompt.",
         rescoring=True,
+        trusted="modes",
     )
-    system: str | None = knob(None, "System prompt, for prompts that are chats.")
+    system: str | None = text(None, "System prompt, for prompts that are chats.")
     chat: bool | None = knob(
         None, "Wrap the prompt in the tokenizer's chat template; null: if the tokenizer has one."
     )
-    examples: list[Any] = knob(
+    examples: list[Any] = text(
         [],
         "Worked examples for the prompt: mappings of the columns that the templates name, "
         "with `cot` or `tir`.",
@@ -69,11 +71,12 @@ class Benchmark:
         "math",
         "Reward function that gives 1 to a correct answer (see `grpo rewards`).",
         rescoring=True,
+        trusted="reward",
     )
     args: dict[str, Any] = knob(
         {}, "Keyword arguments of the benchmark's reward function.", rescoring=True
     )
-    breakdown: list[str] = knob(
+    breakdown: list[str] = text(
         [], "Columns by which the accuracy is also reported.", rescoring=True
     )
     max_completion_tokens: int | None = at_least_1(
@@ -81,7 +84,7 @@ class Benchmark:
         "Length limit of a completion, unless eval.max_completion_tokens is set; null: "
         "generation.max_completion_tokens.",
     )
-    stop: list[str] = knob(
+    stop: list[str] = text(
         [], "Texts that end a completion, such as the beginning of the next example."
     )
 
@@ -120,7 +123,7 @@ class Eval:
         "Evaluate before the first step; after the last step a run always evaluates.",
         training=True,
     )
-    accuracy: str | None = knob(
+    accuracy: str | None = text(
         None,
         "Reward function whose value 1 counts as correct; null: the recipe's first reward of your "
         "own, or the first of all.",
@@ -148,7 +151,7 @@ class Eval:
     max_completion_tokens: int | None = at_least_1(
         None, "Length limit of a completion in evaluation; null: generation.max_completion_tokens."
     )
-    mode: list[str] = knob(
+    mode: list[str] = text(
         ["cot"],
         "Modes in which benchmarks are solved: in words (cot), or with programs that are run "
         "(tir).",
@@ -169,7 +172,7 @@ class Eval:
     limit: int | None = at_least_1(
         None, "Use only the first N rows of every benchmark.", rescoring=True
     )
-    best: str = knob(
+    best: str = text(
         "accuracy",
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
         "names it, such as gsm8k/maj@8.",

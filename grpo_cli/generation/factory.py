@@ -1,7 +1,7 @@
-"""The engines by name, and the construction of the one that `generation.engine` names.
+"""Finds and makes the engine that `generation.engine` names.
 
-An engine of your own needs no line here: `generation.engine=my_module:MyEngine` names a subclass of
-`Generator`, which reads what it needs from the recipe.
+A new engine needs no line here: `generation.engine`, as in a file of recipes/generation/, names a
+subclass of `Generator` as `module:Class`, which reads what it needs from the recipe.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from grpo_cli.config.knob import (
     knob,
     read_if,
     section,
+    text,
     value_at,
 )
 
@@ -35,6 +36,7 @@ class _VllmServers:
         "started.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
         without_effect=True,
+        trusted="never",
     )
     prefetch_steps: int = at_least_0(
         0,
@@ -89,13 +91,14 @@ class _VllmColocated:
 class Vllm(_VllmColocated, _VllmServers):
     """Settings of vLLM, in the trainer's processes (colocate) or in servers of `grpo serve`."""
 
-    regex: str | None = knob(
+    regex: str | None = text(
         None, "Regular expression that every completion must match.", decides="distribution"
     )
     json_schema: str | None = knob(
         None,
         "JSON schema that every completion must match: JSON text, or a .json file.",
         decides="distribution",
+        trusted="json",
     )
     check_weights: bool = knob(
         True,
@@ -119,6 +122,7 @@ class Tools:
         "auto",
         "Sandbox level for programs; limits does without namespaces, see docs/sandbox.md.",
         choices=("auto", "namespaces", "limits"),
+        trusted="guards",
     )
 
 
@@ -126,7 +130,9 @@ class Tools:
 class Generation:
     """Sampling of completions."""
 
-    engine: str = knob("transformers", "Engine that samples completions.", decides="completions")
+    engine: str = knob(
+        "transformers", "Engine that samples completions.", decides="completions", trusted="class"
+    )
     num_generations: int = knob(
         8,
         "Completions per prompt (the group size).",
@@ -143,7 +149,7 @@ class Generation:
         "Smallest number of tokens in a completion: no eos and no stop string ends it earlier.",
         decides="distribution",
     )
-    stop: list[str] = knob(
+    stop: list[str] = text(
         [],
         "Texts that end a completion; the token that completes such a text is its last token.",
         decides="completions",

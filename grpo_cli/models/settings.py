@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, read_if
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, plain, read_if, text
 from grpo_cli.models.adapter_methods import METHODS
 
 # from_pretrained's arguments for file locations, of all files and of weights only.
@@ -74,8 +74,9 @@ class Model:
         "Hub name or folder of a transformers causal language model, or the folder of a run: its "
         "newest checkpoint.",
         evaluated_as="checkpoint",
+        trusted="model",
     )
-    revision: str | None = knob(
+    revision: str | None = text(
         None, "Branch, tag or commit of the model on the hub.", read_if=("model.path",)
     )
     tokenizer: str | None = knob(
@@ -89,7 +90,7 @@ class Model:
         training=True,
         kind=Build,
     )
-    freeze: list[str] = knob(
+    freeze: list[str] = text(
         [],
         "Parts of the model that are not trained, by their names in it, such as [visual] or "
         "[vision_tower, embed_tokens]. Every weight whose name has such a part stays as it is.",
@@ -123,12 +124,15 @@ class Model:
         choices=("auto", "hermes", "qwen3_5", "llama3", "mistral"),
         episodes=True,
     )
-    attn_implementation: str | None = knob(
+    attn_implementation: str | None = plain(
         None,
         "Attention implementation as transformers names it (sdpa, eager, flash_attention_2, ...).",
     )
     trust_remote_code: bool = knob(
-        False, "Run the modelling code that comes with the model.", read_if=("model.path",)
+        False,
+        "Run the modelling code that comes with the model.",
+        read_if=("model.path",),
+        trusted="never",
     )
     args: dict[str, Any] = knob(
         {},
@@ -143,8 +147,9 @@ class Model:
         "In place of the tokenizer's chat template: a Jinja file, a template as text, or hermes "
         "(ChatML with tool calls, for models whose own has none).",
         read_if=("dataset.chat", "auto", True),
+        trusted="template",
     )
-    chat_template_kwargs: dict[str, Any] = knob(
+    chat_template_kwargs: dict[str, Any] = text(
         {},
         "Arguments of the chat template, such as enable_thinking: false. A column of the data "
         "named chat_template_kwargs overrides them row by row.",
@@ -193,7 +198,7 @@ class Adapter:
     alpha: float = above_0(
         32.0, "Scale of the adapter: its product is multiplied by alpha/rank.", kept=True
     )
-    target_modules: Any = knob(
+    target_modules: Any = text(
         "all-linear",
         "Modules that get an adapter: all-linear (every linear layer except the output head), a "
         "list of names such as [q_proj,v_proj], or a regular expression of full names.",
@@ -203,12 +208,14 @@ class Adapter:
         None,
         "Folder of a trained adapter to continue training from; its own settings replace rank, "
         "alpha, and what else decides its form. The reference policy is this adapter.",
+        trusted="model",
     )
     args: dict[str, Any] = knob(
         {},
         "Further fields of the method's config in peft, such as lora_dropout, target_parameters, "
         "modules_to_save, init_lora_weights or rank_pattern of LoraConfig.",
         kept=True,
+        trusted="lora",
     )
     sync: str = knob(
         "merge",
@@ -231,8 +238,9 @@ class Optimizer:
         "Optimizer: adamw, muon (AdamW for all but hidden matrices), or a class of PyTorch, of "
         "bitsandbytes or of your own, such as torch.optim:SGD.",
         kept=True,
+        trusted="class",
     )
-    args: dict[str, Any] = knob(
+    args: dict[str, Any] = plain(
         {}, "Further arguments of the optimizer's constructor, such as momentum of muon.", kept=True
     )
     learning_rate: float = at_least_0(1e-6, "Peak learning rate.")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.generation.factory import engine_class
 from grpo_cli.models.memory import MOST_ROWS, cache_tokens_in, tokens_in
 from grpo_cli.models.optimizers import EIGHT_BIT, state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES
@@ -57,7 +58,7 @@ class Job:
 
     @property
     def embedded(self) -> bool:
-        return self.recipe.generation.engine == "transformers"
+        return engine_class(self.recipe.generation.engine).samples_from_policy
 
     @property
     def weight_bytes(self) -> int:

@@ -39,6 +39,7 @@ class Tracking:
             "none", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard",
             "trackio", "wandb",
         ),
+        trusted="never",
     )  # fmt: skip
     project: str = knob(
         "grpo",

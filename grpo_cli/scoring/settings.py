@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, text
 from grpo_cli.rewards import shipped_name
 
 
@@ -18,12 +18,13 @@ class Reward:
         "",
         "Reward function: a short name (see `grpo rewards`) or my_package.my_module:name.",
         decides="rewards",
+        trusted="reward",
     )
     weight: float = knob(
         1.0, "Weight of this function in the reward, which is a weighted sum.", decides="rewards"
     )
     args: dict[str, Any] = knob({}, "Keyword arguments of the reward function.", decides="rewards")
-    datasets: list[str] = knob(
+    datasets: list[str] = text(
         [],
         "Names of data sets of dataset.mixture (values of the column `dataset`) to whose rows the "
         "function applies; empty: all rows.",

@@ -20,7 +20,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.chat_template import ChatTemplate
-from grpo_cli.environments.rollouter import Rollouter
+from grpo_cli.environments.rollouter import Rollouter, RolloutSetup
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.errors import TrainingError, UserError
@@ -208,13 +208,10 @@ def make_tasks(
 def make_rollouter(
     prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
 ) -> Rollouter:
-    """Makes the `Rollouter` of the recipe's own prompts.
-
-    Raises:
-        UserError: the chat template cannot carry a conversation with these tools.
-    """
+    """Makes the `Rollouter` of the recipe's own prompts."""
     most = prepared.recipe.dataset.max_prompt_tokens if prepared.train else None
-    return environments.make_rollouter(prepared.recipe, prepared.sessions, loaded, most, say)
+    setup = RolloutSetup(prepared.recipe, prepared.sessions, loaded, most, say)
+    return environments.kind_of(prepared.recipe).make(setup)
 
 
 def longest_unknown(recipe: Recipe, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob
+from grpo_cli.config.knob import above_0, at_least_0, at_least_1, knob, text
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Stop:
 class RunSettings:
     """The recipe's own knobs, which belong to no section."""
 
-    recipe: str = knob("", "Name of the recipe; set by the command line.")
-    description: str = knob("", "One-line description, shown by `grpo recipes`.")
+    recipe: str = text("", "Name of the recipe; set by the command line.")
+    description: str = text("", "One-line description, shown by `grpo recipes`.")
     output_dir: str = knob(
         "outputs/${recipe}", "Folder that the run writes to.", of_start=True, rescoring=True
     )

@@ -6,6 +6,7 @@ Rows that share a subject are one table: what goes in, then loss and gradient by
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 
@@ -337,4 +338,4 @@ def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:
 def test_every_policy_loss_has_a_yaml_and_a_reference() -> None:
     of_yaml = {OmegaConf.load(file).policy for file in FILES}
     assert of_yaml == set(POLICY)
-    assert set(reference.POLICY) == set(POLICY)
+    assert all(inspect.isfunction(getattr(reference, name, None)) for name in POLICY)

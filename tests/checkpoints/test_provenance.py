@@ -20,6 +20,7 @@ from grpo_cli.commands import evaluation_run, replay
 from grpo_cli.config.command_line import recipe_files
 from grpo_cli.config.compose import shipped
 from grpo_cli.config.keys import ENTRIES, KNOBS
+from grpo_cli.config.knob import flags_of
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml
 from grpo_cli.errors import UserError
@@ -104,61 +105,53 @@ def every_knob() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
             yield f"{key}.x.{field.name}", field
 
 
-def another_value(field: dataclasses.Field[Any]) -> Any:
-    """A value that is not the default, of the knob's type."""
-    kind, default = str(field.type), field.default
-    if field.metadata.get("choices") and kind.startswith("str"):
-        return next(choice for choice in field.metadata["choices"] if choice != default)
-    if kind.startswith(("int", "float")):
-        return (default or 0) + 1
-    if kind.startswith("bool"):
-        return not default
-    return {"dict": {"x": 1}, "list": ["x"]}.get(kind[:4], "there.is:one")
+HOSTILE = ("timeit:timeit", "/etc/passwd", "private.json", "http://a:1")
 
 
-def rule_of(key: str) -> Any:
-    rule: Any = provenance.ALLOWED
-    for part in key.split("."):
-        rule = None if rule is None or callable(rule) else rule.get(part, rule.get("*"))
-    return rule
+def found_at(key: str, value: Any, folder: Path) -> list[str]:
+    """What is refused of a recipe that sets only this key."""
+    tree: Any = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return [one for one in provenance.refused(tree, folder) if one.startswith(key)]
 
 
-def test_only_the_keys_of_the_list_are_obeyed(tmp_path: Path) -> None:
-    outside = 0
+def test_no_knob_names_code_files_or_addresses(tmp_path: Path) -> None:
+    (tmp_path / "private.json").write_text("{}")
     for key, field in every_knob():
-        value = another_value(field)
-        tree: Any = value
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        found = [*provenance.refused(tree, tmp_path)]
-        rule = rule_of(key)
-        if rule is provenance._anything:
-            assert not any(one.startswith(key) for one in found), found
-        elif rule is None:
-            outside += 1
-            named = f"{key}.x = 1" if isinstance(value, dict) else f"{key} = "
-            assert any(one.startswith(named) for one in found), (key, found)
-    assert outside >= 30
+        rule = flags_of(field).trusted
+        assert rule in ("", *provenance.RULES), key
+        for value in HOSTILE if rule != "anything" else ():
+            shaped = {"dict": {"x": value}, "list": [value]}.get(str(field.type)[:4], value)
+            assert found_at(key, shaped, tmp_path / "theirs"), (key, shaped)
 
 
-def test_the_list_names_keys_that_there_are(tmp_path: Path) -> None:
-    known = {key for key, _ in every_knob()}
-
-    def keys(rules: dict[str, Any], prefix: str = "") -> Iterator[str]:
-        for name, rule in rules.items():
-            key = prefix + ("x" if name == "*" else name)
-            yield from [key] if callable(rule) else keys(rule, f"{key}.")
-
-    shared = ("schedules.", "dataset.mixture.", "dataset.held_out.")  # lists of two kinds of entry
-    for key in keys(provenance.ALLOWED):
-        is_inner = ".args." in key or ".modes." in key
-        assert is_inner or key.startswith(shared) or key in known, key
+def test_numbers_and_choices_need_no_trust(tmp_path: Path) -> None:
+    refused = set()
+    for key, field in every_knob():
+        if choices := field.metadata["choices"]:
+            values = [[one] if str(field.type).startswith("list") else one for one in choices]
+        elif {*re.findall(r"\w+", str(field.type))} <= {"int", "float", "bool", "None"}:
+            values = [True, 7, 0.5]
+        else:
+            continue
+        if any(found_at(key, value, tmp_path) for value in values):
+            refused.add(key)
+    own = ("overwrite", "resume_changed", "model.trust_remote_code", "generation.tools.guards")
+    assert refused == {*own, "generation.vllm.transfer", "tracking.backend"}
 
 
 def test_arguments_of_the_shipped_rewards(tmp_path: Path) -> None:
+    (tmp_path / "private.json").write_text("{}")
     for name in registry.shipped():
-        for argument in registry.Signature.of(registry.resolve(name)).arguments:
-            assert name == "judge" or argument in provenance.ARGS, (name, argument)
+        signature = registry.Signature.of(registry.resolve(name))
+        for argument in signature.named:
+            key = f"reward.{name}.args.{argument}"
+            for value in HOSTILE[1:]:
+                assert found_at(key, value, tmp_path / "theirs"), (key, value)
+            is_trusted = name != "judge" and argument in signature.arguments
+            never = ("guards", "trust_remote_code")
+            assert bool(found_at(key, 1, tmp_path)) != (is_trusted and argument not in never), key
 
 
 def test_what_only_describes_a_model_and_its_data(tmp_path: Path) -> None:

@@ -348,9 +348,6 @@ def met(key: str) -> dict[str, Any]:
     return {**met(other), other: [*(v for v in value_at(DEFAULTS, other) if v != "none"), value]}
 
 
-ENGINES = ("transformers", "vllm_colocate")
-
-
 def unmet(key: str) -> dict[str, Any]:
     """Settings with which it is not, and everything else is sound."""
     other, *values = READ_IF[key]
@@ -359,11 +356,10 @@ def unmet(key: str) -> dict[str, Any]:
     if not values:
         return {}  # off by default: asserted below
     default = value_at(DEFAULTS, other)
-    # An engine and a mode may also be of the user's: their knobs have no choices.
-    of_names = {"loss.policy": POLICY, "advantage.rule": RULES, "generation.engine": ENGINES}
-    choices = of_names.get(other)
+    # They may also be of the user's: their knobs have no choices.
+    of_names = {"loss.policy": POLICY, "advantage.rule": RULES}
     choices = (
-        choices
+        of_names.get(other)
         or KNOBS[other].metadata["choices"]
         or ((True, False) if isinstance(default, bool) else None)
         or (default if isinstance(default, list) else (default,))

@@ -10,8 +10,9 @@ import pytest
 from grpo_cli import data
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.settings import Dataset
-from grpo_cli.environments.factory import check_trl_rollout, first_rows, tools_of
+from grpo_cli.environments.factory import first_rows, kind_of, tools_of
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
+from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import UserError
 
 
@@ -65,8 +66,9 @@ def two_lists(prompts: Any, trainer: Any) -> Any: ...
 def test_what_a_rollout_function_in_trls_form_leaves_unread_is_refused(
     changes: dict[str, Any], problem: str
 ) -> None:
-    check_trl_rollout(Recipe(rollout="m:two_lists"), two_lists)
+    assert kind_of(Recipe(rollout=f"{__name__}:two_lists")) is TrlRollouts
+    TrlRollouts.check(Recipe(rollout=f"{__name__}:two_lists"))
     with pytest.raises(UserError, match=problem):
-        check_trl_rollout(Recipe(rollout="m:two_lists", **changes), two_lists)
-    with pytest.raises(UserError, match="rollout = m:Path: is a class"):
-        check_trl_rollout(Recipe(rollout="m:Path"), Path)
+        TrlRollouts.check(Recipe(rollout=f"{__name__}:two_lists", **changes))
+    with pytest.raises(UserError, match="rollout = pathlib:Path: is a class"):
+        TrlRollouts.check(Recipe(rollout="pathlib:Path"))

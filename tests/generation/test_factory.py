@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_cli.config.command_line import recipe_files
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.files import read_yaml
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.factory import ENGINES, check_settings, engine_class
 from tests.training.test_train import metrics, trained
@@ -50,9 +52,11 @@ def _my_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_engine_exists(name: str) -> None:
-    assert issubclass(engine_class(name), Generator)
+def test_every_engine_exists_and_every_name_has_a_recipe() -> None:
+    files = (recipe_files()[0].parent / "generation").glob("*.yaml")
+    named = {read_yaml(file)["engine"] for file in files}
+    assert {*ENGINES} <= named
+    assert all(issubclass(engine_class(name), Generator) for name in named)
 
 
 @pytest.mark.usefixtures("_my_engine")

@@ -19,45 +19,43 @@ from typing import Any
 import pytest
 
 from grpo_cli.rewards import REGISTERED, _text, shipped, traits_of
-from grpo_cli.rewards.boxed_format import boxed_format
 from grpo_cli.rewards.choice import choice
-from grpo_cli.rewards.code import code, program
+from grpo_cli.rewards.code import program
 from grpo_cli.rewards.cosine_length import cosine_length
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.rewards.json_schema import json_schema
-from grpo_cli.rewards.judge import judge
 from grpo_cli.rewards.language import language
 from grpo_cli.rewards.length import length
 from grpo_cli.rewards.math import _is_within_limits, final_answer, math
 from grpo_cli.rewards.regex import regex
 from grpo_cli.rewards.repetition import repetition
-from grpo_cli.rewards.reward_model import reward_model
 from grpo_cli.rewards.soft_overlong import soft_overlong
 from grpo_cli.rewards.tag_count import tag_count
 from grpo_cli.rewards.think_format import think_format
+from grpo_cli.scoring import registry
 from tests.tables import rows_of, table
 
 RewardFunction = Callable[..., list[float | None]]
 
 ANY = {"prompts": ["q"], "subject": ["Algebra"]}  # what the trainer may pass besides
-# Each with the columns and arguments that it cannot do without.
+
+
+def needed(reward: RewardFunction) -> list[str]:
+    found = registry.Signature.of(reward)
+    names = (*found.required, *found.needed_standard, *found.needed)
+    return [name for name in names if name != "completions"]
+
+
+BY_NAME: dict[str, Callable[..., Any]] = {name: registry.resolve(name) for name in shipped()}
+# Columns and arguments that a reward cannot do without, by name.
+GIVEN = {"answer": ["7"], "completion_ids": [[5] * 3], "max_completion_tokens": 9, "pattern": "7"}
+OWN = {"choice": {"answer": ["B"]}, "soft_overlong": {"max_completion_tokens": 4, "cache": 3}}
+# All that need no program, model, server or episode.
 REWARDS: list[tuple[RewardFunction, dict[str, Any]]] = [
-    (choice, {"answer": ["B"]}),
-    (think_format, {}),
-    (tag_count, {}),
-    (cosine_length, {"answer": ["7"], "completion_ids": [[5]], "max_completion_tokens": 9}),
-    (repetition, {}),
-    (regex, {"pattern": "7"}),
-    (json_schema, {}),
-    (language, {}),
-    (exact_match, {"answer": ["7"]}),
-    (math, {"answer": ["7"]}),
-    (boxed_format, {}),
-    (length, {}),
-    (soft_overlong, {"completion_ids": [[5] * 3], "max_completion_tokens": 4, "cache": 3}),
+    (reward, {key: GIVEN[key] for key in needed(reward)} | OWN.get(name, {}))
+    for name, reward in BY_NAME.items()
+    if name not in ("code", "environment", "judge", "reward_model")
 ]
-BY_NAME: dict[str, Callable[..., Any]] = {reward.__name__: reward for reward, _ in REWARDS}
-BY_NAME |= {"code": code, "judge": judge, "reward_model": reward_model}
 
 
 CASES = rows_of("rewards/cases.jsonl")
@@ -208,9 +206,12 @@ HOSTILE = {
 }
 
 
+NEVER_RIGHT = (choice, think_format, tag_count, repetition, regex, json_schema, language)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.smoke  # a large table
-@table(("reward", "given"), REWARDS[:3] + REWARDS[4:8])  # test_math.py tests `math`
+@table(("reward", "given"), [one for one in REWARDS if one[0] in NEVER_RIGHT])
 def test_hostile_text_is_worth_no_more_than_nothing(
     reward: RewardFunction, given: dict[str, Any], name: str
 ) -> None:

@@ -27,8 +27,7 @@ from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, traits_of
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.user_code import is_coroutine_function
-from grpo_cli.environments.factory import rollout_function
+from grpo_cli.environments.factory import kind_of
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.records import (
     Group,
@@ -314,7 +313,7 @@ def check_episode_credit(recipe: Recipe) -> None:
             "or rollout, or use another reward, such as reward=[exact_match]."
         )
     path = recipe.rollout
-    if given and path is not None and not is_coroutine_function(rollout_function(recipe)):
+    if given and path is not None and not kind_of(recipe).has_environments:
         raise UserError(
             f"reward.{given[0]}: is what an environment gives, and rollout = {path}, which is no "
             "coroutine function (async def), gives none; return rewards under a key such as score, "
