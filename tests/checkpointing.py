@@ -1,7 +1,5 @@
 """Saves and loads under several strategies; run by torchrun, for tests/checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import resource
 import sys
@@ -49,7 +47,6 @@ def train(parts: Parts, steps: int) -> None:
         parts.model(IDS, labels=IDS).loss.backward()
         parts.optimizer.step()
         parts.optimizer.zero_grad()
-    assert parts.reference is not None
     with torch.no_grad():
         for p in parts.reference.parameters():
             p.mul_(0.5)

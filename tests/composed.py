@@ -13,6 +13,23 @@ from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.training import prepare
 
+# A run of seconds on rows of sums; the caller names its rows, its steps and its reward.
+SMALL = [
+    "device=cpu",
+    "prompts_per_step=5",  # not a multiple of 2 or 3
+    "model.build.hidden_size=32",
+    "model.build.intermediate_size=64",
+    "model.build.num_layers=2",
+    "model.build.warmup_steps=5",
+    "dataset.solution='{answer}'",
+    "generation.num_generations=4",
+    "generation.max_completion_tokens=6",
+    "update.tokens_per_micro_batch=40",
+    "optimizer.learning_rate=1e-3",
+    "log.report=false",
+    "reward=[]",
+]
+
 
 def with_recipe(words: Sequence[str]) -> list[str]:
     """Returns a command line that names a recipe: arithmetic_tiny, unless it has one."""

@@ -11,8 +11,6 @@ rows, a micro-batch, a stage's begin), a call of the reward function, an operati
 run, a half of a tensor written, a checkpoint that has got its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -279,9 +277,7 @@ def serve() -> None:
     import torch.distributed.run
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    from grpo_cli.training import (
-        resume,  # noqa: F401
-    )
+    from grpo_cli.training import resume  # noqa: F401
 
     torch.set_num_threads(1)
     for line in sys.stdin:

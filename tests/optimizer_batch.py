@@ -5,8 +5,6 @@ As a program it is started by torchrun and writes what the processes found toget
     torchrun --nproc-per-node 2 tests/optimizer_batch.py OUT.pt VARIANT...
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -98,8 +96,7 @@ class Norm(Qwen2RMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         mean = hidden_states.square().mean(-1, keepdim=True)
-        normed: Tensor = self.weight * hidden_states * torch.rsqrt(mean + self.variance_epsilon)
-        return normed
+        return self.weight * hidden_states * torch.rsqrt(mean + self.variance_epsilon)
 
 
 def cases() -> dict[str, Loss]:
@@ -144,8 +141,7 @@ def make_groups() -> list[Group]:
         groups.append(make_group(position, rollouts))
     of_steps = [
         r.as_kind(
-            TrainingSample,
-            token_advantages=torch.randn(len(r.completion.ids), generator=random),
+            TrainingSample, token_advantages=torch.randn(len(r.completion.ids), generator=random)
         )
         for r in groups[5].rollouts
     ]
@@ -205,10 +201,7 @@ def all_gradients(
         optimizer.step = lambda *a, g=gradients, m=model, **k: g.append(  # type: ignore[method-assign]
             torch.cat([full_tensor(p.grad).flatten().clone() for p in m.parameters()])
         )
-        recipe = Recipe(
-            loss=loss,
-            optimizer=Optimizer(max_grad_norm=1e9),
-        )
+        recipe = Recipe(loss=loss, optimizer=Optimizer(max_grad_norm=1e9))
         run = partial_run(
             workers,
             PolicyLogprobs(model, packed=packed, chunked=chunked, agree_on=workers.first),

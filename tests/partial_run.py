@@ -1,7 +1,5 @@
 """A run that computes log-probabilities and updates, and has nothing else."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Reward functions for tests of the pool: modules of their own, light to import in a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -22,8 +22,6 @@ What the papers leave open: a std has the divisor n − 1, and 1e-4 is added to 
 rollout without a reward takes no part and gets 0; so does one that there is nothing to compare to.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ no paper's and are marked with "Tool": how huge ratios are kept finite, how top-
 selection and GMPO go together, and advantages that differ along a completion.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Each case is called on every process. As a program, all of them for one number o
 It writes the name of each case that went well to FOLDER/done, and ends with the first that did not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -40,15 +38,7 @@ from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
-from grpo_cli.models import (
-    adapters,
-    attention,
-    loading,
-    memory,
-    micro_batches,
-    optimizers,
-    tiny,
-)
+from grpo_cli.models import adapters, attention, loading, memory, micro_batches, optimizers, tiny
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.packing import length
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
@@ -227,13 +217,9 @@ def has_the_main_processs_weights(workers: Workers, tied: bool) -> None:
 
 
 @case
-def tied_model_is_the_main_processs(workers: Workers) -> None:
-    has_the_main_processs_weights(workers, tied=True)
-
-
-@case
-def untied_model_is_the_main_processs(workers: Workers) -> None:
-    has_the_main_processs_weights(workers, tied=False)
+def model_is_the_main_processs(workers: Workers) -> None:
+    for tied in (True, False):
+        has_the_main_processs_weights(workers, tied=tied)
 
 
 @case
@@ -449,15 +435,11 @@ def an_adapter_is_sharded_and_merged(workers: Workers) -> None:
     plain, rollouts = with_adapter(make_model(2)), make_rollouts(4 * workers.size)
     model, own = divided(plain), rollouts[workers.rank :: workers.size]
     assert_near(summed(model, own), summed(plain, rollouts), 1e-5)
-    assert Weights(model).infos() == Weights(plain).infos()
-    for (name, tensor), (other, expected) in zip(Weights(model), Weights(plain), strict=True):
-        assert name == other
-        assert torch.equal(tensor, expected), name
-    alone, divided_one = AdapterWeights(plain), AdapterWeights(model)
-    assert divided_one.infos() == alone.infos()
-    for (name, tensor), (other, expected) in zip(divided_one, alone, strict=True):
-        assert name == other
-        assert torch.equal(tensor, expected), name
+    for kind in (Weights, AdapterWeights):
+        assert kind(model).infos() == kind(plain).infos()
+        for (name, tensor), (other, expected) in zip(kind(model), kind(plain), strict=True):
+            assert name == other
+            assert torch.equal(tensor, expected), name
     skeleton = loading.skeleton(model)
     fsdp.fill(skeleton, model, torch.float32)
     ids = torch.tensor([[5, 6, 7]])

@@ -7,8 +7,6 @@ gradient norm:
     .venv-bench/bin/python -m tests.trl_batch real
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -60,7 +58,6 @@ def make(name: str, folder: Path) -> tuple[Path, Path]:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 fill(parameter, 0.2)
-        assert model.generation_config is not None
         model.generation_config.eos_token_id = list(range(2, 259, 8))  # so that some end
         model.save_pretrained(base)
         tokenizer.save_pretrained(base)

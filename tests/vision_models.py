@@ -3,8 +3,6 @@
 Their processors are made of PIL image processors, so that torchvision is not needed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

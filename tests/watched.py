@@ -4,8 +4,6 @@ torchrun ... tests/watched.py MODE FOLDER STALL_SECONDS RANK: in "reward" of ste
 does what MODE says.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -4,8 +4,6 @@ A new rule is covered by what all share as soon as it has a YAML; it needs cases
 and a function of its name in the reference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from grpo_cli.algorithm.advantages import (
     RULES,
+    advantage_shares,
     all_equal,
     gdpo,
     group_mean,
@@ -42,6 +41,7 @@ from grpo_cli.records import RolloutStats, reward_tensors
 from tests import reference_advantages as reference
 from tests.conftest import make_rollout
 from tests.programs import ROOT
+from tests.tables import table
 
 NAN = math.nan
 FOLDER = ROOT / "recipes" / "advantage"
@@ -65,8 +65,7 @@ def double(rows: Any) -> Tensor:
 
 
 def advantages(rewards: list[float], scale: str = "group") -> list[float]:
-    out: list[float] = group_relative(double([rewards]), scale=scale)[0].tolist()
-    return out
+    return group_relative(double([rewards]), scale=scale)[0].tolist()
 
 
 # Literal cases.
@@ -416,13 +415,6 @@ def test_a_shift_of_rewards_changes_nothing(name: str, rewards: Tensor) -> None:
         torch.testing.assert_close(found, computed(settings, given), atol=1e-6, rtol=1e-6)
 
 
-def test_without_a_baseline_a_shift_of_one_group_is_a_signal_between_groups() -> None:
-    rewards = double([[1.0, 0.0], [1.0, 0.0]])
-    out = reinforce_pp(rewards + double([[10.0], [0.0]]), baseline="none")
-    assert (out[0] > 0).all()
-    assert (out[1] < 0).all()
-
-
 @every_setting
 def test_rollouts_without_a_reward_get_zero_and_change_no_other(settings: Advantage) -> None:
     draw = torch.Generator().manual_seed(1)
@@ -441,9 +433,7 @@ def test_rollouts_without_a_reward_get_zero_and_change_no_other(settings: Advant
 
 
 @every_setting
-def test_order_within_groups_and_of_groups_does_not_matter(
-    settings: Advantage, rewards: Tensor
-) -> None:
+def test_order_does_not_matter(settings: Advantage, rewards: Tensor) -> None:
     draw = torch.Generator().manual_seed(2)
     order = torch.stack([torch.randperm(8, generator=draw) for _ in range(5)])
     groups = torch.tensor([3, 0, 4, 2, 1])
@@ -521,9 +511,6 @@ def test_every_rule_has_a_yaml_and_a_reference() -> None:
     assert all(inspect.isfunction(getattr(reference, rule, None)) for rule in RULES)
 
 
-# Process supervision.
-
-
 def test_process_advantages_by_hand() -> None:
     # Rewards 1, 1 | 0, 1 | none: mean 0.75, std 0.5, so 1 is 0.25 / 0.5001 = 0.49990002 and 0 is
     # −0.75 / 0.5001 = −1.49970006. A token gets the sum over its own step and later ones.
@@ -553,9 +540,6 @@ def test_process_advantages_of_completions_without_steps() -> None:
     out = process_advantages([[], []], [3, 1])
     assert [row.tolist() for row in out] == [[0.0, 0.0, 0.0], [0.0]]
     assert process_advantages([], []) == []
-
-
-# Turns of episodes.
 
 
 def test_turn_advantages_by_hand() -> None:
@@ -647,9 +631,6 @@ def test_turn_advantages_neither_pay_nor_charge_for_turns(reward: str, truth: fl
     assert mean < 0.75 * truth - 10 * error
 
 
-# Helpers.
-
-
 def test_all_equal_by_hand() -> None:
     rows = [[1.0, 1.0], [1.0, 1.0 + 1e-6], [1.0, NAN], [NAN, NAN], [-1.0, 1.0]]
     assert all_equal(torch.tensor(rows)).tolist() == [True, False, True, True, False]
@@ -665,18 +646,10 @@ def test_all_equal_except_for_rounding() -> None:
     assert all_equal(cancelled, double([2e9]))
 
 
-def test_no_rule_makes_a_signal_of_rounding() -> None:
-    rewards = double([[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [300.3, 300.3, 300.29999999999995, 300.3]])
-    zeros = torch.zeros(2, 4)
-    lengths = torch.ones_like(rewards)
-    assert torch.equal(group_relative(rewards, scale="group"), zeros)
-    assert torch.equal(rloo(rewards), zeros)
-    assert torch.equal(opo(rewards, lengths), zeros)
-    assert torch.equal(max_rl(rewards), zeros)
-    assert torch.equal(pass_at_k(rewards, k=2), zeros)
-    assert torch.equal(reinforce_pp(rewards, baseline="group"), zeros)
-    assert torch.equal(reinforce_pp(rewards[:1], baseline="none"), zeros[:1])
-    assert torch.equal(gdpo(rewards[..., None], double([1.0])), zeros)
+@pytest.mark.parametrize("settings", [*SETTINGS.values(), *MORE.values()], ids=[*SETTINGS, *MORE])
+def test_no_rule_makes_a_signal_of_rounding(settings: Advantage) -> None:
+    for values in ([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [300.3, 300.3, 300.29999999999995, 300.3]):
+        assert computed(settings, tensors_of(double([values]))).eq(0).all()
 
 
 def test_pass_at_k_whose_best_subsets_differ_by_rounding() -> None:
@@ -709,3 +682,77 @@ def test_leveling_leaves_what_has_no_reward() -> None:
     without, one = level_rewards(rollouts, {"a": 1.0})
     assert math.isnan(without.reward)
     assert one.reward == 1.0
+
+
+# The shares of reward functions in the advantages
+
+
+def shares(advantages: Tensor, parts: list[list[list[float]]], **given: Tensor) -> list[float]:
+    """Shares of functions whose values are given as [P][R][G]."""
+    values = torch.tensor(parts, dtype=torch.float64).transpose(1, 2)
+    total = given.get("total", values.sum(-1))
+    counted = given.get("counted", torch.ones_like(total, dtype=torch.bool))
+    return advantage_shares(advantages, values, total, counted).tolist()
+
+
+@table(
+    "parts, expected",
+    [
+        ([[1, 0, 1, 0], [0, 0, 1, 1]], [0.5, 0.5]),
+        ([[1, 0, 1, 0], [3, 3, 3, 3]], [1.0, 0.0]),  # the second is constant
+        ([[3, 0, 3, 0], [0, 0, 1, 1]], [0.9, 0.1]),  # variances 9/4 and 1/4, uncorrelated
+        ([[2, 0, 2, 0], [0, 1, 0, 1]], [2.0, -1.0]),  # the second pulls against the sum
+        ([[1, 0], [1, 0]], [0.5, 0.5]),
+    ],
+)
+def test_shares_by_hand(parts: list[list[float]], expected: list[float]) -> None:
+    rewards = torch.tensor(parts, dtype=torch.float64).sum(0, keepdim=True)
+    for advantages in (group_relative(rewards, scale="group"), rloo(rewards)):
+        assert shares(advantages, [parts]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_group_counts_by_the_square_of_its_advantages() -> None:
+    """Scaled by its group, each group has the same variance; unscaled, 4 times the second's."""
+    parts = [[[2, 0], [0, 0]], [[0, 0], [1, 0]]]
+    rewards = torch.tensor([[2.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    scaled = group_relative(rewards, scale="group")
+    assert shares(scaled, parts) == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert shares(rloo(rewards), parts) == pytest.approx([0.8, 0.2])
+
+
+def test_a_baseline_that_is_the_same_for_a_group_changes_nothing() -> None:
+    parts = [[[1, 0, 1, 0], [0, 0, 1, 1]]]
+    rewards = torch.tensor([[1.0, 0.0, 2.0, 1.0]], dtype=torch.float64)
+    advantages = opo(rewards, torch.tensor([[9.0, 1.0, 1.0, 1.0]], dtype=torch.float64))
+    assert shares(advantages, parts) == pytest.approx([0.5, 0.5])
+
+
+def test_a_rule_that_is_not_linear_shares_what_varies_with_the_reward() -> None:
+    """Only the best of the group gets an advantage that the others do not have."""
+    parts = [[[1, 0, 0, 0], [0, 0.1, 0.2, 0]]]
+    rewards = torch.tensor([[1.0, 0.1, 0.2, 0.0]], dtype=torch.float64)
+    first, second = shares(pass_at_k(rewards, k=2), parts)
+    assert first + second == pytest.approx(1.0)
+    assert first > 0.95
+
+
+def test_completions_without_a_reward_or_excluded_ones_have_no_share() -> None:
+    parts = [[[1, 0, 7], [0, 0, 0]], [[0, 0, 0], [1, 0, 0]]]
+    total = torch.tensor([[1.0, 0.0, NAN], [1.0, 0.0, NAN]], dtype=torch.float64)
+    advantages = rloo(total)
+    assert shares(advantages, parts, total=total) == pytest.approx([0.5, 0.5])
+    counted = torch.tensor([[True, True, True], [False, True, True]])
+    assert shares(advantages, parts, total=total, counted=counted) == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_the_rest_is_of_what_no_function_gave() -> None:
+    """A KL of 0 and 1 in the reward that falls from 1 to -1."""
+    total = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    assert shares(rloo(total), [[[1, 0]]], total=total) == pytest.approx([0.5])
+
+
+@table("rewards", [[1.0, 1.0], [NAN, NAN], [NAN, 2.0]])
+def test_there_are_no_shares_without_an_advantage(rewards: list[float]) -> None:
+    total = torch.tensor([rewards], dtype=torch.float64)
+    values = total.nan_to_num().tolist()
+    assert shares(rloo(total), [values], total=total) == []

@@ -1,7 +1,5 @@
 """A loss and a rule are found by name or dotted path, and what the recipe gives them is checked."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -105,10 +103,7 @@ def test_mistakes_are_one_sentence_each(mine: str) -> None:
         ({"loss.policy": plain, "loss.args": {"power": 1.5}}, "must be of type int"),
         ({"loss.policy": gated, "loss.args": {"slope": 0}}, "loss.args.slope = 0.0: must be > 0"),
         ({"loss.policy": gated, "loss.args": {"slop": 1}}, "no such argument; it has slope."),
-        (
-            {"loss.args": {"slope": 1}},
-            "loss.args.slope: clipped has no such argument; it has delta",
-        ),
+        ({"loss.args": {"slope": 1}}, "args.slope: clipped has no such argument; it has delta"),
         ({"loss.policy": gated, "loss.epsilon": 0.3}, "loss.epsilon = 0.3: is only read with"),
         ({"advantage.rule": "grpo"}, "advantage.rule = 'grpo': must be one of group, rloo"),
         (

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from grpo_cli.algorithm.controllers import adapted_beta, adapted_coef, applied_coef

@@ -5,8 +5,6 @@ processes with the whole model each or a share of it: all within 1e-9 of the gra
 and one micro-batch. What is found is 1e-15.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection
 
@@ -69,8 +67,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
         program = ["tests/optimizer_batch.py", str(out), *(names or RUN[processes])]
         done = programs.run(programs.torchrun(processes, *program))
         assert done.returncode == 0, done.stdout + done.stderr
-        found: dict[str, Found] = torch.load(out, weights_only=True)
-        return found
+        return torch.load(out, weights_only=True)
 
     return start
 
@@ -86,10 +83,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 )
 @pytest.mark.xdist_group("optimizer_batch")  # they are started once for all variants
 def test_processes(
-    whole: Found,
-    computed: Callable[..., dict[str, Found]],
-    processes: int,
-    variant: str,
+    whole: Found, computed: Callable[..., dict[str, Found]], processes: int, variant: str
 ) -> None:
     assert_same(computed(processes)[variant], whole, VARIANTS[variant].names)
 

@@ -3,8 +3,6 @@
 A new YAML is tested as it stands, once reference_losses.py knows its policy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
@@ -24,6 +22,7 @@ from torch.nn.functional import pad
 from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.arguments import readers_of
 from grpo_cli.algorithm.batch import Batch, collate, pad_right
+from grpo_cli.algorithm.corrections import MODES
 from grpo_cli.algorithm.loss import (
     Coefficients,
     LossOutput,
@@ -169,14 +168,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"top_entropy": 0.4, "entropy_coef": 0.03},
     *(
         {"sampling_correction": mode, "sampling_cap": cap, "sampling_floor": floor}
-        for mode in (
-            "token_truncate",
-            "token_mask",
-            "sequence_truncate",
-            "sequence_mask",
-            "sequence_mean_truncate",
-            "sequence_mean_mask",
-        )
+        for mode in MODES
         for cap, floor in ((1.1, None), (1.3, 0.9))
     ),
     {"off_policy_mask": 0.1},
@@ -196,11 +188,7 @@ CHOICES: dict[str, list[Any]] = {
     "kl_bias_correction": [False, True],
     "entropy_coef": [0.0, 0.02],
     "top_entropy": [1.0, 0.5],
-    "sampling_correction": [
-        f"{level}_{bound}"
-        for level in ("token", "sequence", "sequence_mean")
-        for bound in ("truncate", "mask")
-    ],
+    "sampling_correction": [*MODES],
     "sampling_cap": [1.2, 3.0],
     "sampling_floor": [None, 0.8],
     "off_policy_mask": [None, 0.1],
@@ -372,7 +360,6 @@ def select(rows: Sequence[Row], config: Loss) -> None:
     if config.policy in ("clip_cov", "kl_cov"):
         cov = token_selection.covariance(logprobs, advantages)
         choose = traits_of(loss_function(config)).select_tokens
-        assert choose is not None
         chosen = choose(cov, noise, **knob_values(choose, config))
         for row, tokens in zip(rows, torch.split(chosen, lengths), strict=True):
             row.cov_selected = tokens.double()
@@ -605,9 +592,15 @@ def measured(
     return output_of(config, inputs, beta, entropy).metrics.reduced(ALONE).figures
 
 
-CLIP_RATIOS = {
+CLIP_RATIOS = [
     f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
-}
+]
+
+
+def clip_ratios(config: Loss, inputs: Inputs) -> list[float]:
+    """The metrics named by CLIP_RATIOS, in its order."""
+    found = measured(config, inputs)
+    return [found[name] for name in CLIP_RATIOS]
 
 
 @pytest.mark.parametrize(
@@ -615,26 +608,19 @@ CLIP_RATIOS = {
     [
         ("clipped", CLIP_RATIOS),
         ("gmpo", CLIP_RATIOS),
-        ("clip_cov", CLIP_RATIOS | {"cov_selected"}),
-        ("kl_cov", {"cov_selected"}),
-        ("cispo", {"cispo_clip_ratio"}),
-        ("vespo", {"vespo/phi_seq_mean"}),
-        ("sapo", set()),
+        ("clip_cov", [*CLIP_RATIOS, "cov_selected"]),
+        ("kl_cov", ["cov_selected"]),
+        ("cispo", ["cispo_clip_ratio"]),
+        ("vespo", ["vespo/phi_seq_mean"]),
+        ("sapo", []),
     ],
 )
-def test_what_each_policy_loss_logs(policy_loss: str, names: set[str]) -> None:
+def test_what_each_policy_loss_logs(policy_loss: str, names: list[str]) -> None:
     found = measured(Loss(policy=policy_loss), terms_of([[0.0]], [[1.0]], [[1]]))
-    always = {"loss", "policy_loss", "staleness/logp_difference"} | {
-        f"sampling/{name}"
-        for name in (
-            "sampling_logp_difference/mean",
-            "sampling_logp_difference/max",
-            "kl",
-            "weight",
-            "weight_squared",
-        )
-    }
-    assert set(found) == names | always
+    gap = "sampling/sampling_logp_difference"
+    always = {f"{gap}/mean", f"{gap}/max", "sampling/kl", "staleness/logp_difference"}
+    always |= {"loss", "policy_loss", "sampling/weight", "sampling/weight_squared"}
+    assert set(found) == {*names} | always
 
 
 UP, DOWN = math.log(1.5), math.log(0.5)
@@ -646,17 +632,11 @@ def test_clip_ratios_of_tokens() -> None:
         [[1.0, -1.0, 1.0], [-1.0, -1.0, -1.0], [1.0, -1.0, -1.0]],
         [[1, 1, 1], [1, 1, 0], [0, 0, 0]],  # the last one does not train
     )
-    found = measured(Loss(), terms)
-    assert found["clip_ratio/low_mean"] == pytest.approx(2 / 5)
-    assert found["clip_ratio/high_mean"] == pytest.approx(1 / 5)
-    assert found["clip_ratio/region_mean"] == pytest.approx(3 / 5)
-    assert found["clip_ratio/low_min"] == pytest.approx(1 / 3)  # of rows 1/3, 1/2
-    assert found["clip_ratio/high_max"] == pytest.approx(1 / 3)  # of rows 1/3, 0
-    wide = measured(Loss(epsilon=0.6, epsilon_high=0.6), terms)
-    assert [v for k, v in wide.items() if k.startswith("clip_ratio/")] == [0.0] * 5
-    upwards = measured(Loss(epsilon=0.2, epsilon_high=0.6), terms)
-    assert upwards["clip_ratio/high_mean"] == 0
-    assert upwards["clip_ratio/low_mean"] == pytest.approx(2 / 5)
+    # The last two are the lowest of the rows 1/3, 1/2 and the highest of 1/3, 0.
+    assert clip_ratios(Loss(), terms) == pytest.approx([2 / 5, 1 / 5, 3 / 5, 1 / 3, 1 / 3])
+    assert clip_ratios(Loss(epsilon=0.6, epsilon_high=0.6), terms) == [0.0] * 5
+    upwards = clip_ratios(Loss(epsilon=0.2, epsilon_high=0.6), terms)
+    assert upwards[:2] == [pytest.approx(2 / 5), 0]
 
 
 def test_clip_ratios_of_sequences() -> None:
@@ -666,21 +646,16 @@ def test_clip_ratios_of_sequences() -> None:
         [[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0], [-1.0, -1.0, -1.0]],
         [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]],
     )
-    found = measured(Loss(ratio_level="sequence"), terms)  # ratios 1.5, 0.5, 1.5, and none
-    assert found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
-    assert found["clip_ratio/high_mean"] == pytest.approx(1 / 3)
-    assert found["clip_ratio/region_mean"] == pytest.approx(2 / 3)
-    assert found["clip_ratio/low_min"] == 0
-    assert found["clip_ratio/high_max"] == 1
-    by_token = measured(Loss(ratio_level="sequence_token"), terms)
-    assert by_token["clip_ratio/low_mean"] == pytest.approx(1 / 6)
-    assert by_token["clip_ratio/high_mean"] == pytest.approx(3 / 6)
+    found = clip_ratios(Loss(ratio_level="sequence"), terms)  # ratios 1.5, 0.5, 1.5, and none
+    assert found == pytest.approx([1 / 3, 1 / 3, 2 / 3, 0, 1])
+    by_token = clip_ratios(Loss(ratio_level="sequence_token"), terms)
+    assert by_token[:2] == pytest.approx([1 / 6, 3 / 6])
 
 
 def test_clip_ratios_of_gmpo_are_in_log_space() -> None:
     terms = terms_of([[0.38, 0.42, -0.38, -0.42]], [[1.0, 1.0, -1.0, -1.0]], [[1, 1, 1, 1]])
-    found = measured(Loss(policy="gmpo", epsilon=0.4), terms)
-    assert found["clip_ratio/low_mean"] == found["clip_ratio/high_mean"] == pytest.approx(1 / 4)
+    found = clip_ratios(Loss(policy="gmpo", epsilon=0.4), terms)
+    assert found[:2] == pytest.approx([1 / 4, 1 / 4])
 
 
 def test_clip_ratio_of_cispo() -> None:

@@ -3,12 +3,11 @@
 Rows that share a subject are one table: what goes in, then loss and gradient by the logprob.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +40,13 @@ FILES = sorted((ROOT / "recipes" / "loss").glob("*.yaml"))
 FIELDS = {f.name: f for f in dataclasses.fields(Loss)}
 
 
+KNOBS: dict[Any, dict[str, Any]] = {
+    clipped: {"epsilon": 0.2, "epsilon_high": None, "delta": 4.0},
+    cispo: {"ratio_cap": 5.0},
+    sapo: {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0},
+}
+
+
 def row(values: Iterable[float], *, grad: bool = False) -> Tensor:
     """[1, C] in float64."""
     return torch.tensor([list(values)], dtype=torch.float64, requires_grad=grad)
@@ -60,9 +66,6 @@ def values(tensor: Tensor) -> list[float]:
     """Of a [1, C] tensor."""
     assert len(tensor) == 1
     return [float(x) for x in tensor.detach()[0]]
-
-
-# The importance ratio
 
 
 def test_ratio_of_tokens() -> None:
@@ -104,8 +107,6 @@ def test_ratio_of_what_does_not_train_is_one(level: str) -> None:
     assert ratio.eq(1).all()
 
 
-# clipped
-
 # (ratio, advantage, epsilon_high, loss, d loss / d logprob, clipped below, clipped above)
 # with epsilon 0.2; while the ratio is not clipped, the gradient equals the loss: d ρ / d log ρ = ρ.
 CLIPPED = [
@@ -146,71 +147,40 @@ def test_clipped_by_hand(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "grad"),  # epsilon 0.2, delta 4
+    ("policy", "ratio", "advantage", "loss", "grad"),
     [
-        (3.0, -2.0, 6.0, 6.0),
-        (5.0, -2.0, 8.0, 0.0),
-        (0.5, -2.0, 1.6, 0.0),
-        (5.0, 2.0, -2.4, 0.0),
-        (0.5, 2.0, -1.0, -1.0),
+        # epsilon 0.2, and a delta of 4, which bounds what the minimum leaves open
+        (clipped, 3.0, -2.0, 6.0, 6.0),
+        (clipped, 5.0, -2.0, 8.0, 0.0),
+        (clipped, 0.5, -2.0, 1.6, 0.0),
+        (clipped, 5.0, 2.0, -2.4, 0.0),
+        (clipped, 0.5, 2.0, -1.0, -1.0),
+        # cap 5, logprob −0.5; the gradient is −min(ρ, 5)·A
+        (cispo, 1.0, 2.0, 1.0, -2.0),
+        (cispo, 3.0, 2.0, 3.0, -6.0),
+        (cispo, 7.0, 2.0, 5.0, -10.0),
+        (cispo, 7.0, -2.0, -5.0, 10.0),
+        (cispo, 0.1, -2.0, -0.1, 0.2),
+        # τ = 1 for A > 0, else 2
+        (sapo, 1.0, 3.0, -3 * 2, -3),
+        (sapo, 1.0, -3.0, 3 * 1, 3),
+        (sapo, 2.0, 3.0, -3 * 4 * 0.7310585786, -3 * 2 * 4 * 0.1966119332),  # σ(1), ρ·σ'(1)
+        (sapo, 2.0, -3.0, 3 * 2 * 0.8807970780, 3 * 2 * 4 * 0.1049935854),  # σ(2), ρ·σ'(2)
+        (sapo, 0.5, 3.0, -3 * 4 * 0.3775406688, -3 * 0.5 * 4 * 0.2350037122),  # σ(−1/2)
+        (sapo, 2.0, 0.0, 0.0, 0.0),
     ],
 )
-def test_delta_bounds_what_the_minimum_leaves_open(
-    ratio: float, advantage: float, loss: float, grad: float
+def test_losses_of_the_ratio_by_hand(
+    policy: Any, ratio: float, advantage: float, loss: float, grad: float
 ) -> None:
-    log_ratio = row([math.log(ratio)], grad=True)
-    out = clipped(log_ratio.exp(), row([advantage]), epsilon=0.2, epsilon_high=None, delta=4.0)
-    assert values(out) == pytest.approx([loss])
-    assert gradient(out, log_ratio) == pytest.approx([grad])
-
-
-# The others
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "grad"),  # cap 5, logprob −0.5; the gradient is −min(ρ, 5)·A
-    [
-        (1.0, 2.0, 1.0, -2.0),
-        (3.0, 2.0, 3.0, -6.0),
-        (7.0, 2.0, 5.0, -10.0),
-        (7.0, -2.0, -5.0, 10.0),
-        (0.1, -2.0, -0.1, 0.2),
-    ],
-)
-def test_cispo_by_hand(ratio: float, advantage: float, loss: float, grad: float) -> None:
     logprobs = row([-0.5], grad=True)
-    log_ratio = logprobs + 0.5 + math.log(ratio)
-    out = cispo(log_ratio.exp(), row([advantage]), logprobs, ratio_cap=5.0)
+    given = {"ratio": (logprobs + 0.5 + math.log(ratio)).exp(), "advantages": row([advantage])}
+    out = policy(**given, **({"logprobs": logprobs} if policy is cispo else {}), **KNOBS[policy])
     assert values(out) == pytest.approx([loss])
     assert gradient(out, logprobs) == pytest.approx([grad])
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "grad"),  # τ = 1 for A > 0, else 2
-    [
-        (1.0, 3.0, -3 * 2, -3),
-        (1.0, -3.0, 3 * 1, 3),
-        (2.0, 3.0, -3 * 4 * 0.7310585786, -3 * 2 * 4 * 0.1966119332),  # σ(1), ρ·σ'(1)
-        (2.0, -3.0, 3 * 2 * 0.8807970780, 3 * 2 * 4 * 0.1049935854),  # σ(2), ρ·σ'(2)
-        (0.5, 3.0, -3 * 4 * 0.3775406688, -3 * 0.5 * 4 * 0.2350037122),  # σ(−1/2)
-        (2.0, 0.0, 0.0, 0.0),
-    ],
-)
-def test_sapo_by_hand(ratio: float, advantage: float, loss: float, grad: float) -> None:
-    log_ratio = row([math.log(ratio)], grad=True)
-    out = sapo(
-        log_ratio.exp(), row([advantage]), sapo_temperature_pos=1.0, sapo_temperature_neg=2.0
-    )
-    assert values(out) == pytest.approx([loss])
-    assert gradient(out, log_ratio) == pytest.approx([grad])
-
-
-VESPO = {
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from grpo_cli.algorithm.normalization import WEIGHTS, token_weight
@@ -17,26 +15,14 @@ BY_HAND = {
     "constant": [[1 / 64, 1 / 64], [1 / 64]],
     "sums": [[1 / 4, 1 / 4], [1 / 4]],
 }
-# What a loss of 1 on every token comes to.
-TOTALS = {"tokens": 1.0, "completions": 3 / 4, "prompts": 1.0, "constant": 8 / 64, "sums": 8 / 4}
-
-
-def weights(normalize: str) -> list[list[float]]:
-    return [
-        [token_weight(normalize, n, sum(group), COUNTS, LONGEST) for n in group if n]
-        for group in LENGTHS
-    ]
 
 
 @pytest.mark.parametrize("normalize", WEIGHTS)
 def test_weights_by_hand(normalize: str) -> None:
-    found = weights(normalize)
-    for mine, expected in zip(found, BY_HAND[normalize], strict=True):
-        assert mine == pytest.approx(expected)
-    lengths = [n for group in LENGTHS for n in group if n]
-    flat = [weight for group in found for weight in group]
-    total = sum(n * weight for n, weight in zip(lengths, flat, strict=True))
-    assert total == pytest.approx(TOTALS[normalize])
+    for lengths, expected in zip(LENGTHS, BY_HAND[normalize], strict=True):
+        tokens = sum(lengths)
+        found = [token_weight(normalize, n, tokens, COUNTS, LONGEST) for n in lengths if n]
+        assert found == pytest.approx(expected)
 
 
 def test_each_prompt_weighs_the_same_however_long_its_completions() -> None:

@@ -175,7 +175,6 @@ class Writing(threading.Thread):
         return self.looks < 10
 
     def join(self, timeout: float | None = None) -> None:
-        assert timeout is not None
         assert timeout <= 1
         self.looks += 1
         if self.looks <= 5:
@@ -325,9 +324,7 @@ def test_a_checkpoint_of_another_model_is_refused(model: PreTrainedModel, saved:
             checkpointer.load(path, Parts(other, torch.optim.AdamW(other.parameters())))
 
 
-def test_a_half_written_checkpoint_is_written_anew(
-    tmp_path: Path, model: PreTrainedModel, saved: Saved
-) -> None:
+def test_torn_checkpoint_is_rewritten(tmp_path: Path, model: PreTrainedModel, saved: Saved) -> None:
     empty(tmp_path, 2)
     partial = tmp_path / "checkpoints" / "step-4.tmp"
     partial.mkdir()
@@ -364,9 +361,7 @@ def test_a_replacement_that_was_killed_is_undone(tmp_path: Path, new_is_there: b
     assert kept == ("new" if new_is_there else "old")
 
 
-def test_a_failed_replacement_leaves_the_old_one(
-    tmp_path: Path, model: PreTrainedModel, saved: Saved
-) -> None:
+def test_failed_replacement_is_undone(tmp_path: Path, model: PreTrainedModel, saved: Saved) -> None:
     path = saved(3, trained(model))
     with pytest.raises(FileNotFoundError):
         checkpointer.give_name(tmp_path / "no-such-folder", path)
@@ -395,7 +390,6 @@ def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
     for step in (2, 4):
         path = checkpoint_path(tmp_path, step)
         error = save(saver, path, parts, tokenizer, {"f": lambda: 0})
-        assert error is not None
         assert f"checkpoint step-{step} could not be written: " in error
         assert "pickle" in error
         assert lines.pop() == f"{error}; the run continues"
@@ -435,7 +429,6 @@ def test_a_full_disk_fails_one_save(
     other = small_disk / "other"
     other.write_bytes(bytes(1_200_000))
     error = save(saver, checkpoint_path(small_disk, 2), parts, tokenizer, plain=True)
-    assert error is not None
     start = "checkpoint step-2 could not be written: No space left on device ("
     assert error.startswith(f"{start}{small_disk}/checkpoints: "), error
     assert " kB free, about " in error, error
@@ -511,9 +504,7 @@ def test_the_oldest_checkpoint_goes_first_on_a_disk_that_holds_no_more(
     assert len(failed) == 4 - steps[-1]
 
 
-def test_an_index_that_would_run_code_is_refused(
-    model: PreTrainedModel, saved: Saved, tmp_path: Path
-) -> None:
+def test_an_unsafe_index_is_refused(model: PreTrainedModel, saved: Saved, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
@@ -549,9 +540,7 @@ def launch(folder: Path, processes: int) -> None:
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_loads_what_any_other_wrote(
-    tmp_path: Path, workers: Workers
-) -> None:
+def test_any_number_of_processes_loads_it(tmp_path: Path, workers: Workers) -> None:
     for processes in (2, 3):
         launch(tmp_path, processes)
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
@@ -570,10 +559,8 @@ def test_any_number_of_processes_loads_what_any_other_wrote(
         assert all(
             torch.equal(t, expected[f"model.{n}"]) for n, t in loaded.items() if "lm_" not in n
         )
-        assert (
-            "FSDP"
-            not in json.loads((tmp_path / name / "config.json").read_text())["architectures"][0]
-        )
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert "FSDP" not in config["architectures"][0]
 
 
 @pytest.mark.parametrize(

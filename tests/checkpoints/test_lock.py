@@ -1,7 +1,5 @@
 """A folder is one run's at a time, for as long as its main process lives, or its torchrun."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -53,8 +51,6 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     child = 0
     try:
         child = int(process.stdout.readline())
@@ -93,9 +89,7 @@ def test_what_a_killed_run_held_is_free(tmp_path: Path) -> None:
     assert (tmp_path / NAME).read_text().count("\n") == 1, "the name of whoever came before is gone"
 
 
-def test_a_file_system_without_locks_is_no_reason_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -118,9 +112,7 @@ def replace(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rename, shutil.rmtree, replace])
-def test_a_folder_that_is_renamed_or_removed_is_noticed(
-    tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_a_moved_folder_is_noticed(tmp_path: Path, change: Callable[[Path], None]) -> None:
     lock = Lock(tmp_path / "run")
     lock.check_folder()
     change(tmp_path / "run")
@@ -132,10 +124,7 @@ def test_a_folder_that_is_renamed_or_removed_is_noticed(
 def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
     live = built(tmp_path / "run")
     rename(live.folder)
-    for write in (
-        Step(live, 0, live.recipe, make_clock(live)).log,
-        partial(save, live),
-    ):
+    for write in (Step(live, 0, live.recipe, make_clock(live)).log, partial(save, live)):
         with pytest.raises(TrainingError, match="was renamed or removed"):
             write()
     live.close()
@@ -268,9 +257,7 @@ def test_a_restart_does_not_go_on_with_the_run_that_was_to_be_kept(
 
 
 @pytest.mark.runs
-def test_a_restart_discards_what_was_to_be_discarded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_discards_the_old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, steps=2)
     own = Torchrun(monkeypatch, "own")
     own.starts(0)

@@ -37,9 +37,11 @@ TIMEIT = {"function": "timeit:timeit", "args": ATTACK}
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    yield
+    os.environ.pop("PWNED", None)
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -169,7 +171,6 @@ def test_what_only_describes_a_model_and_its_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [p.stem for p in recipe_files()])
 def test_shipped_recipes_ask_for_nothing(name: str, tmp_path: Path) -> None:
     recipe = shipped(name)
-    assert recipe is not None
     read = {key: value for key, value in recipe.items() if key not in OF_TRAINING}
     found = [*provenance.refused(read, tmp_path)]
     assert all(one.startswith(("environment.", "tools.")) for one in found), found
@@ -208,9 +209,7 @@ def test_a_foreign_checkpoint_asks_before_it_runs_code(
 
 
 @pytest.mark.parametrize("how", ["trusted", "own", "changed"])
-def test_it_is_obeyed_if_trusted_or_if_it_is_ones_own(
-    how: str, tmp_path: Path, evaluated: list[Recipe]
-) -> None:
+def test_trusted_or_own_is_obeyed(how: str, tmp_path: Path, evaluated: list[Recipe]) -> None:
     path = checkpoint(tmp_path / "run", reward={"x": TIMEIT}, model__trust_remote_code=True)
     if how != "trusted":
         provenance.note_own(path)
@@ -221,9 +220,7 @@ def test_it_is_obeyed_if_trusted_or_if_it_is_ones_own(
     assert [r.reward["x"].function for r in evaluated] == ["timeit:timeit"] * (how != "changed")
 
 
-def test_rewards_of_its_rows_are_no_question_for_a_benchmark(
-    tmp_path: Path, evaluated: list[Recipe]
-) -> None:
+def test_a_benchmark_needs_no_row_rewards(tmp_path: Path, evaluated: list[Recipe]) -> None:
     path = checkpoint(tmp_path / "theirs", reward={"x": TIMEIT}, loss__policy="timeit:timeit")
     assert cli.run_command(["eval", str(path), "benchmark=gsm8k"]) == 0
     assert len(evaluated) == 1
@@ -257,10 +254,7 @@ def test_only_the_recipe_is_read_in_its_folder(tmp_path: Path, evaluated: list[R
 
 @pytest.mark.parametrize("trust", [[], ["trust=true"]])
 def test_the_working_folder_is_off_the_import_path(
-    trust: list[str],
-    tmp_path: Path,
-    evaluated: list[Recipe],
-    monkeypatch: pytest.MonkeyPatch,
+    trust: list[str], tmp_path: Path, evaluated: list[Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path / "theirs")
     paths = ["", str(tmp_path), *sys.path]
@@ -419,9 +413,3 @@ def test_unusual_entries() -> None:
     stored = yaml.safe_load(as_yaml(Recipe(benchmark={"a": Benchmark()})))
     assert [*provenance.unusual(stored)] == []
     assert [*provenance.unusual({**stored, "hydra": {}, "x": 1})] == ["hydra", "x"]
-
-
-@pytest.fixture(autouse=True)
-def _no_traces() -> Iterator[None]:
-    yield
-    os.environ.pop("PWNED", None)

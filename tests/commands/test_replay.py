@@ -19,8 +19,7 @@ from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.commands import replay
 from tests import programs
 from tests.conftest import Grpo
-from tests.models.test_routers import changes_for
-from tests.training.test_train import trained
+from tests.models.test_routers import balanced_run
 
 Recomputed = Callable[[Path, int], dict[str, Any]]
 
@@ -189,11 +188,9 @@ def test_experts(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
-    changes = changes_for("qwen3_moe", tokenizer, tmp_path, **asking)
-    changes["model"]["dropout"] = dropout
+    changes = {"log__keep_steps": [2], "update__tokens_per_micro_batch": 60}
     changes["generation__max_logp_difference"] = None  # dropout makes it large
-    run = trained(tmp_path, log__keep_steps=[2], update__tokens_per_micro_batch=60, **changes)
+    run = balanced_run(tokenizer, tmp_path, model__dropout=dropout, **changes)
     capfd.readouterr()  # what training printed
     data = recomputed(run.folder, 2)
     assert "aux_loss" in [c["name"] for c in data["checks"]]

@@ -3,8 +3,6 @@
 The cases are in `sharded.py`, and run on two and on three gloo processes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_cli.distributed import fsdp

@@ -59,7 +59,6 @@ def threads_of_groups() -> str:
     groups = (dist.group.WORLD, dist.new_group(backend="gloo"), mesh.get_group())
     found = []
     for group in groups:
-        assert group is not None
         backend = group._get_backend(torch.device("cpu"))
         assert backend.name() == "gloo"
         found.append(str(backend.options._threads))

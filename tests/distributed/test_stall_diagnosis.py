@@ -83,6 +83,5 @@ def test_diagnose(
     if expected is None:
         assert found is None
     else:
-        assert found is not None
         assert found[1].startswith(f"stalled for {expected}")
         assert f": {found[0]}" in found[1]

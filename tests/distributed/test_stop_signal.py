@@ -1,7 +1,5 @@
 """When a run is told to end, by whom, and how long it has left; by a clock that is set by hand."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -331,7 +329,6 @@ def test_a_process_dies_with_its_torchrun(launcher: str) -> None:
         environment.pop("TORCHELASTIC_RUN_ID")
     command = [sys.executable, "-c", TORCHRUN, PROCESS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
         process = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
         assert parent.stdout.readline() == ("" if launcher == "torchrun" else "alive\n")

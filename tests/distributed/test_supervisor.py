@@ -290,6 +290,22 @@ def test_nobody_leaves_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch)
     assert heartbeat.state().quiet < 60
 
 
+def test_seconds_add_up_over_nested_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    for name, value in (
+        ("_now", lambda: now), ("_stage", "start"), ("_entered", now), ("_spent", {})
+    ):  # fmt: skip
+        monkeypatch.setattr(heartbeat, name, value)
+    now = 103.0
+    heartbeat.at("generate", 1)
+    now = 104.0
+    with heartbeat.inside("evaluate"):
+        now = 109.0
+        assert heartbeat.seconds() == {"start": 3, "generate": 1, "evaluate": 5}
+    now = 111.0
+    assert heartbeat.seconds() == {"start": 3, "generate": 3, "evaluate": 5}
+
+
 def test_where(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat.at("reward", 3)
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -23,24 +23,13 @@ from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from tests import programs
+from tests.composed import SMALL
 from tests.training.test_train import ROWS
 
 SETTINGS = [
-    "device=cpu",
+    *SMALL,
     "steps=5",
-    "prompts_per_step=5",  # not a multiple of 2 or 3
-    "model.build.hidden_size=32",
-    "model.build.intermediate_size=64",
-    "model.build.num_layers=2",
-    "model.build.warmup_steps=5",
-    "dataset.solution='{answer}'",
-    "generation.num_generations=4",
-    "generation.max_completion_tokens=6",
-    "optimizer.learning_rate=1e-3",
-    "update.tokens_per_micro_batch=40",
-    "log.report=false",
     "log.completions_every=2",
-    "reward=[]",
     "+reward.evens.function=tests.training.test_train:evens",
 ]
 
@@ -150,9 +139,7 @@ def assert_same_run(folder: Path, processes: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_memory_that_runs_out_on_one_process_of_a_shared_model_ends_all(
-    tmp_path: Path, rank: int
-) -> None:
+def test_out_of_memory_on_one_process_ends_all(tmp_path: Path, rank: int) -> None:
     done = launch(
         tmp_path,
         2,

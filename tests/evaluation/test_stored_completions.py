@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from grpo_cli.cli import run_command
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.stored_completions import WRITTEN
+from grpo_cli.data.stored_completions import load as stored_samples
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, stored_completions
 from grpo_cli.evaluation.settings import Benchmark, Eval, Mode
@@ -18,6 +20,7 @@ from grpo_cli.scoring.scorer import Scorer
 from tests.conftest import score
 from tests.data.test_files import write
 from tests.evaluation.modes import prompted
+from tests.pictures import PNG, ROWS, image_groups, write_groups
 from tests.programs import ROOT
 from tests.tables import table
 
@@ -83,9 +86,7 @@ def test_columns_are_renamed(tmp_path: Path, executor: RewardExecutor) -> None:
     assert values(groups, config, executor) == [[1.0]]
 
 
-def test_completions_of_a_row_are_a_group_in_the_order_of_sample(
-    tmp_path: Path, mine: Benchmark
-) -> None:
+def test_completions_of_a_row_are_a_group(tmp_path: Path, mine: Benchmark) -> None:
     lines = [
         {"row": 1, "sample": 1, "completion": "b1"},
         {"row": 0, "sample": 1, "completion": "a1"},
@@ -139,9 +140,7 @@ def test_answers_are_found_by_row_or_id(
     assert values(groups, mine, executor) == [[1.0], [1.0]]
 
 
-def test_or_in_order_if_there_are_as_many(
-    tmp_path: Path, mine: Benchmark, executor: RewardExecutor
-) -> None:
+def test_answers_in_order(tmp_path: Path, mine: Benchmark, executor: RewardExecutor) -> None:
     lines = [{"completion": "2"}, {"completion": "5"}, {"completion": "0"}]
     groups = read(write(tmp_path / "c.jsonl", *lines), mine)
     assert values(groups, mine, executor) == [[1.0], [1.0], [0.0]]
@@ -159,9 +158,7 @@ def test_a_limit_is_one_of_rows(tmp_path: Path, mine: Benchmark) -> None:
         read(write(tmp_path / "d.jsonl", {"row": 2, "completion": "8"}), mine, limit=1)
 
 
-def test_published_results_stand_beside_the_benchmarks_own_problems_only(
-    tmp_path: Path, mine: Benchmark
-) -> None:
+def test_published_results_of_own_problems(tmp_path: Path, mine: Benchmark) -> None:
     path = write(tmp_path / "c.jsonl", *[{**row, "completion": "x"} for row in DATA])
     mode = Mode(prompt="{question}", published={"Other 7B": 88.0})
     config = Benchmark(data="not/read", modes={"cot": mode})
@@ -174,7 +171,6 @@ def test_published_results_stand_beside_the_benchmarks_own_problems_only(
         found = load(file, config)
         assert found.is_benchmark is bool(published)
         task = of_stored("mine", recipe, found, scorer, 1)
-        assert task.benchmark is not None
         assert task.benchmark.modes["cot"].published == published
     assert load(write(tmp_path / "r.jsonl", {"row": 0, "completion": "x"}), mine).is_benchmark
 
@@ -324,3 +320,48 @@ def test_gold_solutions_are_right(file: str, count: int, executor: RewardExecuto
         group.prompt.columns["answer"] = answer
     found = [value for group in values(groups, config, executor) for value in group]
     assert found.count(1.0) <= 0.05 * count, "another problem's answer is rarely right"
+
+
+# With images
+
+REWARD = """
+def wide(completions, answer, image):
+    return [float(i is not None and i.size == (30, 20)) for i in image]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sizes.py").write_text(REWARD)
+    return tmp_path
+
+
+def evaluate(*words: str) -> int:
+    own = ("benchmark=gsm8k", "benchmark.gsm8k.reward=sizes:wide", "output_dir=out")
+    return run_command(["eval", *own, *words])
+
+
+def test_completions_of_a_run_are_scored_with_their_images(folder: Path) -> None:
+    write_groups(folder / "step-1.parquet", image_groups([ROWS[0], ROWS[2]]))
+    assert evaluate("completions=step-1.parquet") == 0
+    found = json.loads((folder / "out/eval.json").read_text())["benchmarks"]["gsm8k"]
+    assert (found["n"], found["accuracy"]) == (2, 0.5)
+    before = stored_samples(folder / "step-1.parquet", {}, "input")
+    after = stored_samples(folder / "out/completions.parquet", {}, "input")
+    for one, other in zip(before, after, strict=True):
+        assert one.images[0].open().tobytes() == other.images[0].open().tobytes()
+        assert other.columns["image"] is other.images[0]
+
+
+def test_images_come_from_the_benchmarks_data_where_the_file_has_none(folder: Path) -> None:
+    rows = [{"problem": "How red?", "image": {"bytes": PNG, "path": None}, "answer": "1"}] * 2
+    reporter.write_parquet(folder / "data.parquet", [{**rows[0]}, {**rows[1], "answer": "2"}])
+    lines = [{"row": n, "completion": "1", "problem": "How red?"} for n in (0, 1)]
+    (folder / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = ("benchmark.gsm8k.data=data.parquet", "benchmark.gsm8k.columns={question: problem}")
+    words = (*own, "completions=some.jsonl", "columns.question=problem")
+    assert evaluate(*words) == 0
+    after = stored_samples(folder / "out/completions.parquet", {}, "input")
+    assert [s.columns["image"].size for s in after] == [(60, 40), (60, 40)]

@@ -7,8 +7,6 @@ without a word (with a new transformers, say) shows. `scripts/make_docs.py` prin
 docs/models.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

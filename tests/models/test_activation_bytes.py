@@ -1,7 +1,5 @@
 """The bytes that a forward pass keeps, with and without gradient checkpointing."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

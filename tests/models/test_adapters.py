@@ -1,7 +1,5 @@
 """Adapters: the base is not changed, and all ways of computing with them give the same numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -4,8 +4,6 @@ A random model of each line of `families.py`, made here, against transformers' o
 `generate`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from grpo_cli.models.loading import set_dropout
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
 from grpo_cli.models.routers import has_balancing_loss
 from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.training.run import Run
 from tests.conftest import as_prompts
 from tests.models.families import FAMILIES, Family
 from tests.training.test_train import metrics, trained, weights
@@ -163,27 +162,34 @@ def test_depthwise_convolution_is_a_state() -> None:
     assert is_recurrent(model)
 
 
+def two_steps(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, **changes: Any
+) -> Run:
+    """A run of two steps that begins with the model."""
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    own: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "steps": 2,
+        "generation__temperature": 2.0,
+        "checkpoint__every": 1,
+        "dataset__eval": None,
+    }
+    return trained(folder, **own, **changes)
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize("family", [f for f in FAMILIES if str(f) in RUN], ids=str)
 def test_a_run_trains_and_resumes(
     family: Family, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     model = make(family, len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    changes: dict[str, Any] = {
-        "model": {"path": str(tmp_path / "model")},
-        "steps": 2,
-        "generation__temperature": 2.0,
-        "checkpoint__every": 1,
-        "dataset__eval": None,
-    }
-    straight = trained(tmp_path, **changes)
+    straight = two_steps(model, tokenizer, tmp_path)
     for line in metrics(straight):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
     assert metrics(straight)[0]["grad_norm"] > 0
     first = paths.checkpoint_path(straight.folder, 1)
-    resumed = trained(tmp_path, resume=str(first), **changes)
+    resumed = two_steps(model, tokenizer, tmp_path, resume=str(first))
     assert torch.equal(weights(resumed), weights(straight))
     assert not torch.equal(
         weights(resumed), torch.cat([p.detach().flatten() for p in model.parameters()])

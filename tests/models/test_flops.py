@@ -10,12 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from grpo_cli.models import adapters, flops
-from grpo_cli.models.flops import (
-    forward_flops,
-    listed_peak,
-    params_in_products,
-    peak_flops,
-)
+from grpo_cli.models.flops import forward_flops, listed_peak, params_in_products, peak_flops
 from grpo_cli.models.settings import Adapter
 from tests.conftest import CPU
 from tests.tables import table
@@ -38,8 +33,7 @@ LAYER = 2 * 1024 + 2 * 512 + 4608
 def make(name: str, **more: Any) -> PreTrainedModel:
     suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **more})
-    model: PreTrainedModel = getattr(transformers, f"{name}{suffix}")(config)
-    return model
+    return getattr(transformers, f"{name}{suffix}")(config)
 
 
 @table("tied", [True, False])
@@ -74,8 +68,7 @@ def test_flops_match_torch(name: str, more: dict[str, Any], logits: int | None) 
     ids = torch.arange(b * t).view(b, t)
 
     def forward() -> torch.Tensor:
-        found: torch.Tensor = model(ids, use_cache=False, logits_to_keep=logits or 0).logits
-        return found
+        return model(ids, use_cache=False, logits_to_keep=logits or 0).logits
 
     expected = forward_flops(
         model.config,
@@ -99,8 +92,6 @@ def test_frozen_weights_have_no_gradient() -> None:
     adapters.attach(model, adapters.config_of(Adapter(method="lora", rank=1), "base", None), 7)
     number = params_in_products(model)
     trained = params_in_products(model, trained=True)
-    assert number is not None
-    assert trained is not None
     # In each layer, rank 1: queries and outputs, keys and values, three of the feed-forward part.
     assert trained == 6 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
     assert flops.passes(number, trained) == 2 + trained / number

@@ -4,8 +4,6 @@ On the CPU nothing waits; the operations that would are recorded: reading a numb
 depend on values. Not of padded rows and of experts, where transformers does so itself.
 """
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

@@ -85,28 +85,21 @@ class Sizes(TorchDispatchMode):
         return made
 
 
-# ---------------------------------------------------------------------------------- by hand
-
-
-def test_logprobs_by_hand() -> None:
+@table(
+    "temperature, chances, entropy",
+    [
+        # 0.5 · ln 2 + 2 · 0.25 · ln 4 = 1.5 ln 2
+        (1.0, [0.25, 0.5], 1.5 * math.log(2)),
+        # probabilities go as their squares: 1/16 of 1/4 + 1/16 + 1/16
+        (0.5, [1 / 6, 2 / 3], 2 / 3 * math.log(3 / 2) + 1 / 3 * math.log(6)),
+    ],
+)
+def test_linear_logprobs_by_hand(temperature: float, chances: list[float], entropy: float) -> None:
     hidden, head, targets = torch.ones(2, 1), Head(LOG_P, None), torch.tensor([1, 0])
-    logprobs, entropies = linear_logprobs(hidden, head, targets)
-    assert logprobs.tolist() == pytest.approx([math.log(0.25), math.log(0.5)])
-    assert entropies is None
-    # at temperature 1/2 probabilities go as their squares: 1/16 of 1/4 + 1/16 + 1/16
-    logprobs, _ = linear_logprobs(hidden, head, targets, 0.5)
-    assert logprobs.tolist() == pytest.approx([math.log(1 / 6), math.log(2 / 3)])
-
-
-def test_entropy_by_hand() -> None:
-    hidden, targets = torch.ones(1, 1), torch.tensor([1])
-    _, entropies = linear_logprobs(hidden, Head(LOG_P, None), targets, entropy=True)
-    assert entropies is not None
-    # 0.5 · ln 2 + 2 · 0.25 · ln 4 = 1.5 ln 2
-    assert entropies.tolist() == pytest.approx([1.5 * math.log(2)])
-    _, entropies = linear_logprobs(hidden, Head(LOG_P, None), targets, 0.5, entropy=True)
-    assert entropies is not None
-    assert entropies.tolist() == pytest.approx([2 / 3 * math.log(3 / 2) + 1 / 3 * math.log(6)])
+    logprobs, entropies = linear_logprobs(hidden, head, targets, temperature, entropy=True)
+    assert logprobs.tolist() == pytest.approx([math.log(p) for p in chances])
+    assert entropies.tolist() == pytest.approx([entropy] * 2)
+    assert linear_logprobs(hidden, head, targets, temperature)[1] is None
 
 
 def test_scale_bias_and_softcap_by_hand() -> None:
@@ -130,16 +123,10 @@ def test_gradient_by_hand() -> None:
     logprobs, _ = linear_logprobs(hidden, Head(weight, bias), torch.tensor([1]))
     logprobs.sum().backward()
     # one-hot less the probabilities
-    assert bias.grad is not None
     assert bias.grad.tolist() == pytest.approx([-0.5, 0.75, -0.25])
-    assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == pytest.approx([-0.5, 0.75, -0.25])
     # −0.5 ln 0.5 + (0.75 − 0.25) ln 0.25 = −0.5 ln 2
-    assert hidden.grad is not None
     assert hidden.grad.item() == pytest.approx(-0.5 * math.log(2))
-
-
-# ----------------------------------------------------------------- the same as whole logits
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -168,7 +155,6 @@ def test_matches_complete_logits(
     torch.testing.assert_close(entropies, uncertain, **close)
     if entropies is not None and mode == "entropy":
         assert not entropies.requires_grad
-        assert uncertain is not None
         uncertain, entropies = uncertain.detach(), None
     given = gradients(hidden, head, logprobs, entropies)
     right = gradients(hidden, head, expected, uncertain)
@@ -181,17 +167,14 @@ def test_no_tokens() -> None:
     hidden, head, targets = made()
     logprobs, entropies = linear_logprobs(hidden[:0], head, targets[:0], entropy=True)
     assert logprobs.shape == (0,)
-    assert entropies is not None
     assert entropies.shape == (0,)
     logprobs.sum().backward()
-    assert head.weight.grad is not None
     assert head.weight.grad.eq(0).all()
 
 
 @pytest.mark.parametrize(("softcap", "entropy_gradient"), [(None, False), (2.5, True)])
 def test_infinite_logit_gives_no_nan(softcap: float | None, entropy_gradient: bool) -> None:
     hidden, head, targets = made(bias=True, softcap=softcap)
-    assert head.bias is not None
     ruled_out = next(token for token in range(V) if token not in targets)
     with torch.no_grad():
         head.bias[ruled_out] = -torch.inf
@@ -206,9 +189,6 @@ def test_infinite_logit_gives_no_nan(softcap: float | None, entropy_gradient: bo
     if softcap is None:
         never = linear_logprobs(hidden, head, torch.full_like(targets, ruled_out))[0]
         assert never.eq(-torch.inf).all()
-
-
-# ----------------------------------------------------------------------------------- dtypes
 
 
 def half_case(
@@ -241,7 +221,6 @@ def test_bfloat16_weights_are_reduced_in_float32() -> None:
         token_entropy(logits.double(), 0.7),
     )
     torch.testing.assert_close(logprobs.double(), right, rtol=1e-5, atol=1e-5)
-    assert entropies is not None
     torch.testing.assert_close(entropies.double(), uncertain, rtol=1e-5, atol=1e-5)
     in_half = (logits / 0.7).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     assert (in_half.double() - right).abs().max() > 1e-2
@@ -255,7 +234,6 @@ def test_bfloat16_weights_gather_their_gradient_in_float32(chunk_bytes: int) -> 
     assert [gradient.dtype for gradient in given] == [torch.bfloat16] * 2
     logits = logits_of(hidden, head).detach().double().requires_grad_()
     token_logprobs(logits, targets, 0.7).sum().backward()
-    assert logits.grad is not None
     right = logits.grad @ head.weight.double(), logits.grad.t() @ hidden.double()
     for ours, theirs in zip(given, right, strict=True):
         # Half of the last of 8 bits is 0.002 to 0.004; 512 sums kept in bfloat16 are 0.01 off.
@@ -280,8 +258,6 @@ def test_autocast() -> None:
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
-# ----------------------------------------------------------------------------------- memory
-
 BIG_N, BIG_V, BIG_H = 50, 1000, 4
 LIMIT = 8  # tokens in a chunk
 
@@ -296,11 +272,7 @@ def measured(
     limit = LIMIT * BIG_V * (8 if dtype == torch.float64 else 4)
     with Sizes() as forward:
         logprobs, entropies = linear_logprobs(
-            hidden,
-            Head(weight, None, softcap=softcap),
-            targets,
-            chunk_bytes=limit,
-            **options,
+            hidden, Head(weight, None, softcap=softcap), targets, chunk_bytes=limit, **options
         )
     loss = logprobs.sum()
     if entropies is not None and entropies.requires_grad:
@@ -328,15 +300,9 @@ def test_frozen_layer_has_no_gradient() -> None:
     assert "zeros_like" not in backward
 
 
-# ----------------------------------------------------------------------------------- models
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("falcon_h1", {"lm_head_multiplier": 0.25}),
-        ("xlstm", {"output_logit_soft_cap": 4.0}),
-    ],
+    [("falcon_h1", {"lm_head_multiplier": 0.25}), ("xlstm", {"output_logit_soft_cap": 4.0})],
 )
 def test_the_output_layer_by_its_configuration(name: str, options: dict[str, float]) -> None:
     class Model:

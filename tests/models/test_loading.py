@@ -1,7 +1,5 @@
 """A model is loaded with all its weights, or refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -91,9 +89,6 @@ def test_a_token_without_an_embedding(model: PreTrainedModel) -> None:
     loading.check_embeddings(model, "m", [Prompt.from_ids([5, size - 1]), Prompt.from_ids([5])])
     with pytest.raises(UserError, match=f"m: its tokenizer has the token {size}, but the model"):
         loading.check_embeddings(model, "m", [Prompt.from_ids([5, size]), Prompt.from_ids([5])])
-
-
-# Arguments of from_pretrained.
 
 
 def test_a_model_folder_has_the_dtype_of_the_files_that_were_loaded(

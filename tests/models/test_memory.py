@@ -14,14 +14,6 @@ from transformers import PreTrainedModel
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, first_line
 from grpo_cli.models import memory
-from grpo_cli.models.memory import (
-    MicroBatchBudget,
-    bytes_to_come,
-    cache_tokens_that_fit,
-    free_memory,
-    tokens_that_fit,
-    total_memory,
-)
 from tests.training.test_train import evens
 
 CPU = torch.device("cpu")  # not conftest's: other processes import this file for its reward
@@ -54,24 +46,22 @@ def test_tokens_that_fit(
     monkeypatch: pytest.MonkeyPatch, free: int, per_token: float, expected: int
 ) -> None:
     has_free(monkeypatch, free)
-    assert tokens_that_fit(CPU, per_token, state_to_come=0) == expected
+    assert memory.tokens_that_fit(CPU, per_token, state_to_come=0) == expected
 
 
-def test_memory_of_an_empty_optimizer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_an_empty_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1000, 1000, bias=False)  # 4 MB, and a gradient and two moments are 12
     frozen = nn.Linear(1000, 1000, bias=False).requires_grad_(False)
     both = nn.Sequential(model, frozen)
     has_free(monkeypatch, 22_240_000)
-    assert tokens_that_fit(CPU, 4000, state_to_come=0) == 2048  # 2224
-    come = bytes_to_come(torch.optim.AdamW(both.parameters()), CPU)
+    assert memory.tokens_that_fit(CPU, 4000, state_to_come=0) == 2048  # 2224
+    come = memory.bytes_to_come(torch.optim.AdamW(both.parameters()), CPU)
     assert come == 12_000_000
-    assert tokens_that_fit(CPU, 4000, state_to_come=come) == 1024  # of 10.24 MB: 1024
+    assert memory.tokens_that_fit(CPU, 4000, state_to_come=come) == 1024  # of 10.24 MB: 1024
     has_free(monkeypatch, 22_239_999)
-    assert tokens_that_fit(CPU, 4000, state_to_come=come) == 512
+    assert memory.tokens_that_fit(CPU, 4000, state_to_come=come) == 512
     has_free(monkeypatch, 11 * MB)  # less than nothing is left
-    assert tokens_that_fit(CPU, 4000, state_to_come=come) == 256
+    assert memory.tokens_that_fit(CPU, 4000, state_to_come=come) == 256
 
 
 def test_cache_tokens_that_fit(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
@@ -83,9 +73,9 @@ def test_cache_tokens_that_fit(monkeypatch: pytest.MonkeyPatch, model: PreTraine
         (0, 1),
     ]:
         has_free(monkeypatch, free)
-        assert cache_tokens_that_fit(model) == expected, free
+        assert memory.cache_tokens_that_fit(model) == expected, free
     has_free(monkeypatch, 640 * 8)
-    assert cache_tokens_that_fit(model.double()) == 4
+    assert memory.cache_tokens_that_fit(model.double()) == 4
 
 
 def cgroup(
@@ -124,19 +114,16 @@ def test_free_memory_of_a_container(
     expected: int,
 ) -> None:
     cgroup(monkeypatch, tmp_path, available, files)
-    assert free_memory(CPU) == expected
+    assert memory.free_memory(CPU) == expected
 
 
 def test_processes_share_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cgroup(monkeypatch, tmp_path, 9001, {})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert (free_memory(CPU), total_memory()) == (2250, 4500)
+    assert (memory.free_memory(CPU), memory.total_memory()) == (2250, 4500)
     cgroup(monkeypatch, tmp_path, 9001, LIMIT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert (free_memory(CPU), total_memory()) == (1125, 2000)
-
-
-# ------------------------------------------------------------------------------ when it runs out
+    assert (memory.free_memory(CPU), memory.total_memory()) == (1125, 2000)
 
 
 def test_oom_halves_the_budget() -> None:
@@ -150,7 +137,7 @@ def test_oom_halves_the_budget() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return f"done with {tokens}"
 
-    own = MicroBatchBudget(100, said.append)
+    own = memory.MicroBatchBudget(100, said.append)
     assert own.with_oom_retry(work, [10] * 100, lambda: undone.append(len(tried))) == "done with 25"
     assert tried == [100, 50, 25]
     assert undone == [1, 2], "before each new attempt"
@@ -180,7 +167,7 @@ def test_out_of_memory_errors(error: Exception) -> None:
         raise error
 
     with pytest.raises(TrainingError) as failed:
-        MicroBatchBudget(64, str).with_oom_retry(work, [7, 12, 40], lambda: None)
+        memory.MicroBatchBudget(64, str).with_oom_retry(work, [7, 12, 40], lambda: None)
     assert tried == [64, 29], "no attempt beyond one row at a time"
     reason = first_line(error)
     assert "out of memory with a completion of 40 tokens, prompt included" in str(failed.value)
@@ -201,7 +188,7 @@ def test_other_errors_are_not_swallowed(error: Exception) -> None:
     def undo() -> None:
         raise AssertionError("nothing to take back")
 
-    own = MicroBatchBudget(100, lambda text: pytest.fail(text))
+    own = memory.MicroBatchBudget(100, lambda text: pytest.fail(text))
     with pytest.raises(type(error), match=str(error)):
         own.with_oom_retry(work, [10], undo)
     assert (tried, own.tokens) == ([100], 100)
@@ -218,7 +205,7 @@ def test_failed_attempt_frees_its_tensors() -> None:
         if tokens > 30:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    MicroBatchBudget(100, str).with_oom_retry(work, [1] * 1000, lambda: None)
+    memory.MicroBatchBudget(100, str).with_oom_retry(work, [1] * 1000, lambda: None)
     assert seen == [0, 0, 0]
 
 

@@ -1,7 +1,5 @@
 """The optimizer that a recipe names, its groups, and what a checkpoint keeps of it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -88,8 +86,7 @@ def same(a: Parts, b: Parts) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, torch.float32) for name in EVERY), ("adamw", torch.bfloat16)],
+    ("name", "dtype"), [*((name, torch.float32) for name in EVERY), ("adamw", torch.bfloat16)]
 )
 def test_resumed_optimizer_is_bitwise_equal(
     name: str, dtype: torch.dtype, wide: PreTrainedModel, tmp_path: Path, tokenizer: Tokenizer
@@ -237,10 +234,7 @@ REFUSED = {
     "no class": ({"algorithm": f"{__name__}:NoRate"}, "is no torch.optim.Optimizer"),
     "no lr": ({"algorithm": "torch.optim:Optimizer"}, "made with lr and optimizer.args: TypeError"),
     "knob": ({"args": {"betas": [0.9, 0.9]}}, "args.betas: is set by optimizer.betas"),
-    "argument": (
-        {"algorithm": SGD, "args": {"momentun": 1}},
-        "unexpected keyword .*momentun",
-    ),
+    "argument": ({"algorithm": SGD, "args": {"momentun": 1}}, "unexpected keyword .*momentun"),
 }
 
 

@@ -102,11 +102,7 @@ KL_OFF_POLICY_ENTROPY = {
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("error", "backward", "loss"),
-    [
-        ("cuda", True, KL_OFF_POLICY_ENTROPY),
-        ("cpu", False, PLAIN),
-    ],
+    ("error", "backward", "loss"), [("cuda", True, KL_OFF_POLICY_ENTROPY), ("cpu", False, PLAIN)]
 )
 def test_oom_leaves_the_update_unchanged(
     tmp_path: Path,
@@ -135,13 +131,9 @@ def test_no_grad_passes_are_retried(tmp_path: Path, capsys: pytest.CaptureFixtur
     changes = {"loss__beta": 0.1, "loss__policy": "kl_cov", "loss__args": {"cov_share": 0.5}}
     expected = one_update(doubled(tmp_path, **changes))
     live = doubled(tmp_path, **changes, update__tokens_per_micro_batch=80)
-    assert live.policy.reference is not None
-    in_reference = Allocator(
-        live.policy.reference.logprobs.model, 60, without_gradient=True
-    )  # ref_logprobs
-    in_policy = Allocator(
-        live.policy.model, 30, ERRORS["cpu"], without_gradient=True
-    )  # the selection
+    # In the passes of ref_logprobs and of the selection.
+    in_reference = Allocator(live.policy.reference.logprobs.model, 60, without_gradient=True)
+    in_policy = Allocator(live.policy.model, 30, ERRORS["cpu"], without_gradient=True)
     capsys.readouterr()
     assert_same_update(one_update(live), expected)
     assert (in_reference.failures, in_policy.failures) == (1, 1)
@@ -164,7 +156,6 @@ def test_halved_budget_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[st
     live.close()
     out = capsys.readouterr().out
     halved = live.policy.micro_batches.budget.tokens
-    assert halved is not None
     assert halved <= 60
     assert seen == [halved] * 4, "the first step finds it, the others keep to it"
     assert out.count("note: out of memory") == allocator.failures
@@ -183,9 +174,6 @@ def test_halved_budget_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert again.failures == 0
     assert "out of memory" not in capsys.readouterr().out
     assert torch.equal(weights(resumed), weights(live)), "the same split, the same rounding"
-
-
-# ------------------------------------------------------------------------- processes of their own
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The output head in float32: products, gradients, sampling."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -72,9 +70,7 @@ def test_chunks_match_complete_logits(autocast: bool) -> None:
     assert (narrow - b).abs().max() > 1e-4
 
 
-def test_sampler_and_trainer_use_the_same_product(
-    model: PreTrainedModel,
-) -> None:
+def test_sampler_and_trainer_use_the_same_product(model: PreTrainedModel) -> None:
     """Layers that add nothing leave the head's product as the only source of rounding."""
     with torch.no_grad():
         for layer in model.model.layers:

@@ -37,7 +37,6 @@ def test_pack_by_hand() -> None:
     assert inputs.predictors.tolist() == [2, 3, 4, 5, 8, 9, 2, 6, 7]
     assert inputs.targets.tolist() == [1, 2, 3, 4, 8, 9, 5, 6, 7]
     assert inputs.attention_mask is None
-    assert inputs.layout is not None
     assert inputs.layout.segments == [(0, 3), (3, 6), (6, 8), (8, 9), (9, 10)]
     prefixes = [(p.start, p.end, p.first, p.last) for p in inputs.layout.prefixes]
     assert prefixes == [(0, 3, 3, 8), (8, 9, 9, 10)]
@@ -49,7 +48,6 @@ def test_completions_of_one_token() -> None:
     assert inputs.input_ids.tolist() == [[10, 11, 12]]
     assert inputs.predictors.tolist() == [2, 2]
     assert inputs.targets.tolist() == [1, 2]
-    assert inputs.layout is not None
     assert inputs.layout.segments == [(0, 3)]
     assert inputs.layout.prefixes == []
 
@@ -58,7 +56,6 @@ def test_pad_by_hand() -> None:
     (a,), (c,) = of_prompt(A, [1, 2]), of_prompt(B, [8, 0])
     inputs = pad([a, c], CPU)
     assert inputs.input_ids.tolist() == [[10, 11, 12, 1, 2], [0, 0, 20, 8, 0]]
-    assert inputs.attention_mask is not None
     assert inputs.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
     assert inputs.arguments["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
     assert inputs.predictors.tolist() == [2, 3, 7, 8]

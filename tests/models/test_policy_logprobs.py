@@ -1,7 +1,5 @@
 """Log-probabilities are those of the model, whichever way they are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,12 +11,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.models.attention import NOT_PASSED_ON, UnsupportedModelError
 from grpo_cli.models.flops import rollout_flops
-from grpo_cli.models.policy_logprobs import (
-    SIMPLEST,
-    ForwardMode,
-    PolicyLogprobs,
-    cut,
-)
+from grpo_cli.models.policy_logprobs import SIMPLEST, ForwardMode, PolicyLogprobs, cut
 from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
 from tests.models.families import Family
@@ -99,24 +92,18 @@ def test_modes_match_the_model(llama: PreTrainedModel, mode: ForwardMode) -> Non
 
     again, found_entropies = policy_logprobs(rollouts, temperature, entropy=True)
     assert torch.allclose(again, found, atol=1e-7)
-    assert found_entropies is not None
     assert not found_entropies.requires_grad
     for row, truth in zip(found_entropies, entropies, strict=True):
         assert (row[: len(truth)] - truth).abs().max() < 1e-7
         assert not row[len(truth) :].any()
 
-
-@MODES
-def test_modes_match_entropy_gradients(llama: PreTrainedModel, mode: ForwardMode) -> None:
-    rollouts = make_rollouts()
-    expected = gradient(llama, sum(map(weighted, true_numbers(llama, rollouts, 0.8))))  # type: ignore[arg-type]
-    policy_logprobs = by(llama, mode)
-    policy_logprobs.check(rollouts, 0.8)
-    both = policy_logprobs(rollouts, 0.8, entropy=True, entropy_gradient=True)
-    rows = [
+    true = true_numbers(llama, rollouts, temperature)
+    expected = gradient(llama, weighted(true[0]) + weighted(true[1]))
+    both = policy_logprobs(rollouts, temperature, entropy=True, entropy_gradient=True)
+    rows_of_both = [
         [row[: len(r.completion.ids)] for row, r in zip(t, rollouts, strict=True)] for t in both
     ]
-    mine = gradient(llama, weighted(rows[0]) + weighted(rows[1]))
+    mine = gradient(llama, weighted(rows_of_both[0]) + weighted(rows_of_both[1]))
     assert (mine - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
@@ -134,8 +121,6 @@ def test_foreign_tokens_are_left_out(llama: PreTrainedModel, mode: ForwardMode) 
     found = policy_logprobs(rollouts, 0.7, entropy=True)
     expected = policy_logprobs(every, 0.7, entropy=True)
     for own, of_every in zip(found, expected, strict=True):
-        assert own is not None
-        assert of_every is not None
         assert torch.allclose(own, of_every * mask, atol=1e-12)
         assert (own[~mask] == 0).all()
     assert rollout_flops(llama, rollouts) < rollout_flops(llama, every)

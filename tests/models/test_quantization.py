@@ -1,7 +1,5 @@
 """Quantized base models: their weights stay, and all ways of computing give the same numbers."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -13,14 +13,11 @@ from grpo_cli.algorithm.load_balancing import ExpertLoad
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import UserError
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.models.routers import (
-    RouterRecorder,
-    balancing_coefficient,
-    experts_per_token,
-)
+from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, experts_per_token
+from grpo_cli.training.run import Run
 from tests.models.families import BY_NAME, FAMILIES
-from tests.models.test_architectures import flat_gradient, make, make_rollouts
-from tests.training.test_train import metrics, trained, weights
+from tests.models.test_architectures import flat_gradient, make, make_rollouts, two_steps
+from tests.training.test_train import metrics, weights
 
 BALANCED = [str(f) for f in FAMILIES if f.balanced]
 OTHERS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "lfm2_moe", "kimi_linear"]
@@ -71,7 +68,6 @@ def test_gradient_checkpointing_records_each_layer_once() -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy_logprobs(rollouts, 1.0)
         routing = policy_logprobs.routing
-        assert routing is not None
         load = ExpertLoad(routing.assigned.tolist(), routing.tokens.item())
         gradients.append(flat_gradient(model, load.loss(routing)))
     torch.testing.assert_close(*gradients)
@@ -95,33 +91,23 @@ def test_balancing_weight_without_experts_is_refused(name: str) -> None:
         balancing_coefficient(model, 0.1)
 
 
-def changes_for(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **config: Any) -> Any:
-    model = make(BY_NAME[name], len(tokenizer))
-    for key, value in config.items():
-        setattr(model.config, key, value)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return {
-        "model": {"path": str(folder / "model")},
-        "generation__temperature": 2.0,
-        "steps": 2,
-        "checkpoint__every": 1,
-        "dataset__eval": None,
-    }
+def balanced_run(tokenizer: PreTrainedTokenizerFast, folder: Path, **changes: Any) -> Run:
+    """A run of two steps, whose model's own config asks for balanced experts."""
+    model = make(BY_NAME["qwen3_moe"], len(tokenizer))
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.25
+    return two_steps(model, tokenizer, folder, **changes)
 
 
 @pytest.mark.runs
 def test_a_run_balances_by_its_models_config_and_resumes(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
-    changes = changes_for("qwen3_moe", tokenizer, tmp_path, **asking)
-    straight = trained(tmp_path, **changes)
+    straight = balanced_run(tokenizer, tmp_path)
     printed = capsys.readouterr().out.replace("note: the tokenizer has a chat template", "")
     assert "note" not in printed, "neither engine nor packing is lost"
     for line in metrics(straight):
         assert line["aux_loss"] > 1.9
         assert line["loss"] == pytest.approx(line["policy_loss"] + 0.25 * line["aux_loss"])
     first = paths.checkpoint_path(straight.folder, 1)
-    resumed = trained(tmp_path, resume=str(first), **changes)
+    resumed = balanced_run(tokenizer, tmp_path, resume=str(first))
     assert torch.equal(weights(resumed), weights(straight))

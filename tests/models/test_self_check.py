@@ -1,7 +1,5 @@
 """The self-checks find wrong computations and accept rounding, in float32 and in bfloat16."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -67,8 +65,7 @@ def test_16_bit_error_is_compared_with_the_simplest_mode() -> None:
 def logits(model: PreTrainedModel) -> Tensor:
     rollouts = make_rollouts([(5, [4])])
     ids = torch.tensor([[*rollouts[0].prompt.ids, *rollouts[0].completion.ids]])
-    found: Tensor = model(input_ids=ids).logits
-    return found
+    return model(input_ids=ids).logits
 
 
 def gradient_of_first_norm(model: PreTrainedModel) -> Tensor:
@@ -105,9 +102,7 @@ def test_autocast_is_switched_off(half: torch.dtype) -> None:
             assert torch.equal(logits(model), right)
 
 
-def test_float32_backward_keeps_no_copy_of_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_float32_backward_keeps_no_copy_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     half = make(Family("llama")).bfloat16()
     shapes = {frozenset(p.shape) for p in half.parameters() if p.ndim == 2}
     saved: list[Any] = []

@@ -1,7 +1,5 @@
 """Vision-language models: every family's numbers, gradients and decoding, with mixed batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +97,6 @@ def load_folder(family: str, folder: Path) -> Loaded:
     config = Model(path=str(folder), dtype="float32")
     model, tokenizer = loading.load(config, folder)
     processor = loading.load_vision(config, folder, tokenizer)
-    assert processor is not None
     return Loaded(family, folder, model, tokenizer, processor)
 
 
@@ -220,7 +217,6 @@ def test_the_processor_is_saved_and_loads_again(
     loaded.model.config.save_pretrained(tmp_path)
     config = Model(path=str(tmp_path), dtype="float32")
     again = loading.load_vision(config, tmp_path, loaded.tokenizer)
-    assert again is not None
     images = [StoredImage(picture(0, (48, 32)), "")]
     placeholder = loaded.vision.placeholder
     assert again.ids(placeholder, images) == loaded.vision.ids(placeholder, images)
@@ -340,9 +336,8 @@ def test_images_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         budget = MicroBatchBudget(None, said.append)
         policy_logprobs = PolicyLogprobs(loaded.model, say=pytest.fail)
         optimizer = torch.optim.SGD(loaded.model.parameters())
-        batcher = partial_run(
-            Workers("cpu"), policy_logprobs, budget, optimizer
-        ).policy.micro_batches
+        run = partial_run(Workers("cpu"), policy_logprobs, budget, optimizer)
+        batcher = run.policy.micro_batches
         batcher.calibrate(texts if name == "later" else some, 1.0)
         if name == "later":
             assert (budget.tokens, said) == (found["texts"], [])

@@ -55,9 +55,7 @@ def metrics(*sessions: ScoringSession) -> dict[str, float]:
     return {name: value for name, value in found.items() if not name.startswith("time/")}
 
 
-def test_a_timeout_moves_a_function_to_workers_one_completion_a_call(
-    executor: RewardExecutor,
-) -> None:
+def test_a_timeout_moves_a_function_to_workers(executor: RewardExecutor) -> None:
     both = {"one": spec("batch_size", timeout=30), "all": spec("batch_size")}
     rollouts, _ = scored(executor, rollouts_of("a", "bb", "ccc"), **both)
     assert parts(rollouts, "one") == [1.0] * 3
@@ -80,9 +78,7 @@ def test_a_completion_that_takes_too_long_gets_the_functions_value(
 
 
 @pytest.mark.programs
-def test_a_completion_that_hangs_a_shipped_verifier_is_worth_nothing(
-    executor: RewardExecutor,
-) -> None:
+def test_a_hanging_verifier_gives_zero(executor: RewardExecutor) -> None:
     spec = Reward(function="regex", args={"pattern": "^(a+)+$"}, timeout=0.5)
     rollouts, session = scored(executor, rollouts_of("a" * 60 + "b"), r=spec)
     assert parts(rollouts) == [0.0]
@@ -98,9 +94,7 @@ def test_a_completion_that_hangs_a_shipped_verifier_is_worth_nothing(
         ("nan", "reward 'r' returned nan, which is not a finite number"),
     ],
 )
-def test_a_failure_stops_the_run_or_is_counted(
-    executor: RewardExecutor, text: str, message: str
-) -> None:
+def test_failures_stop_or_are_counted(executor: RewardExecutor, text: str, message: str) -> None:
     rollouts = rollouts_of("fine", text, "fine")
     with pytest.raises(TrainingError) as error:
         scored(executor, rollouts, r=spec("does", timeout=30))
@@ -122,9 +116,7 @@ def calls_of(path: Path) -> list[str]:
     return path.read_text().split("\0")[1:]
 
 
-def test_equal_completions_of_equal_rows_are_scored_once(
-    executor: RewardExecutor, tmp_path: Path
-) -> None:
+def test_equal_completions_are_scored_once(executor: RewardExecutor, tmp_path: Path) -> None:
     notes = str(tmp_path / "notes")
     rollouts = rollouts_of("a", "b", "a", answer=notes)
     specs = {"r": spec("counted_once", timeout=30)}
@@ -173,9 +165,7 @@ def test_an_async_function_that_raises(executor: RewardExecutor) -> None:
         scored(executor, rollouts_of("timeout"), r=spec("waits"))
 
 
-def test_an_async_function_that_never_awaits_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_async_function_that_never_awaits_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_cli.scoring.scorer.GRACE", -0.99)
     executor = RewardExecutor(Scoring())
     with pytest.raises(TrainingError, match="'r' blocks its event loop: its calls do not end at"):
@@ -298,18 +288,14 @@ def test_what_a_function_says_of_itself_is_for_the_log(
 
 
 @pytest.mark.parametrize(("name", "knobs"), [("does", {"timeout": 30.0}), ("waits", {})])
-def test_a_reward_that_fails_is_found_before_the_run(
-    executor: RewardExecutor, name: str, knobs: dict[str, Any]
-) -> None:
+def test_try_out_finds_failures(executor: RewardExecutor, name: str, knobs: dict[str, Any]) -> None:
     sample = Sample(0, "P", "raise", (0,), {"answer": "1"})
     with pytest.raises(UserError, match=r"^reward\.r: tried out on row 0 .*raised RuntimeError"):
         make(executor, {"r": spec(name, **knobs)}, "answer").try_out(sample)
     make(executor, {"r": spec(name, **knobs, on_error="count")}, "answer").try_out(sample)
 
 
-def test_modules_are_imported_for_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "REGISTERED", dict(rewards.REGISTERED))
     monkeypatch.chdir(tmp_path)
     text = "from grpo_cli.rewards import reward\n@reward\ndef brief{n}(completions): return [1.0]\n"

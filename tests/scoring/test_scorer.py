@@ -21,6 +21,7 @@ from grpo_cli.scoring.settings import Reward
 from grpo_cli.scoring.step_rewards import token_of_character
 from tests.conftest import make_rollout, score
 from tests.episodes import MESSAGES, make_episode
+from tests.tables import table
 
 # Reward functions, found by the recipe under tests.scoring.test_scorer:NAME.
 
@@ -131,9 +132,7 @@ def training_error(rollouts: list[Rollout], says: str, **rewards: Reward | str) 
     assert says in str(error.value)
 
 
-def test_a_function_of_a_module_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_function_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_grpo_rewards").mkdir()
@@ -341,22 +340,6 @@ def test_a_function_that_raises_on_the_batch_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "got"), [([1.0], "1 values"), (None, "None"), (np.ones(3), "3 values")]
-)
-def test_a_wrong_number_of_values(returned: Any, got: str) -> None:
-    RETURNED[:] = [returned]
-    says = f"must return a list of 2 values, one a completion; it returned {got}."
-    training_error([rollout(), rollout()], says, r="returns")
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", "a", {}, np.ones(2)])
-def test_a_value_that_is_not_a_finite_number(value: Any) -> None:
-    RETURNED[:] = [[1.0, value]]
-    says = f"reward 'r' returned {value!r}, which is not a finite number"
-    training_error([rollout("a"), rollout("b", row=9)], says, r="returns")
-
-
-@pytest.mark.parametrize(
     "returned",
     [
         (1, 0.5),
@@ -381,8 +364,7 @@ def by(positions: str, weight: float = 1.0) -> Reward:
 
 
 def encoded(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    ids: list[int] = tokenizer(text)["input_ids"]
-    return ids
+    return tokenizer(text)["input_ids"]
 
 
 def test_steps_by_tokens() -> None:
@@ -429,9 +411,7 @@ def test_special_tokens_write_no_character(tokenizer: PreTrainedTokenizerFast) -
     assert token_of_character(ids, 1, tokenizer) == 3
 
 
-def test_the_last_character_of_a_completion_cut_off_within_one(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_last_character_of_a_truncated_completion(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = encoded("a中", tokenizer)[:-1]
     text = tokenizer.decode(ids)
     assert text == "a\ufffd", "what a reward function is shown"
@@ -478,23 +458,40 @@ def test_a_step_without_a_value_is_left_out() -> None:
     assert r.step_rewards == {"r": [(1, 3.0)]}
 
 
-@pytest.mark.parametrize(
-    ("step", "shown"),
+A_STEP = "must be (position of its last of 2 tokens, counted from 0; value)"
+FORMS = [(2, 1.0), (-1, 1.0), (True, 1.0), ("1", 1.0), (1, 1.0, 1.0), "ab", 1.0, {}]
+BEYOND = "which is beyond ±1e+100; scale the reward down, for row 9"
+TOO_LARGE = [(1.1e100, "1.1e+100"), (-1e160, "-1e+160"), (10**400, "1.0e+400")]
+TOO_LARGE += [(-(10**5000), "-1.0e+5000")]
+
+
+@table(
+    "positions, returned, says",
     [
-        ((2, 1.0), "(2, 1.0)"),
-        ((-1, 1.0), "(-1, 1.0)"),
-        ((True, 1.0), "(True, 1.0)"),
-        (("1", 1.0), "('1', 1.0)"),
-        ((1, 1.0, 1.0), "(1, 1.0, 1.0)"),
-        ("ab", "'ab'"),
-        (1.0, "1.0"),
-        ({}, "{}"),
+        *(
+            ("characters", wrong, f"of 2 values, one a completion; it returned {got}.")
+            for wrong, got in (([1.0], "1 values"), (None, "None"), (np.ones(3), "3 values"))
+        ),
+        *(
+            ("characters", [1.0, value], f"returned {value!r}, which is not a finite number")
+            for value in (math.nan, math.inf, -math.inf, "1.0", "a", {}, np.ones(2))
+        ),
+        *(("tokens", [0.5, [(0, 1.0), step]], f"the step {step!r}: {A_STEP}") for step in FORMS),
+        *(
+            (kind, [1.0, wrong], f"returned {shown}, {BEYOND}")
+            for value, shown in TOO_LARGE
+            for kind, wrong in (("characters", value), ("tokens", [(0, value)]))
+        ),
     ],
 )
-def test_a_step_of_another_form(step: Any, shown: str) -> None:
-    RETURNED[:] = [[0.5, [(0, 1.0), step]]]
-    says = f"the step {shown}: must be (position of its last of 2 tokens, counted from 0; value)"
-    training_error([rollout(), rollout("b", row=9)], says, r=by("tokens"))
+def test_what_a_function_may_not_return(positions: str, returned: Any, says: str) -> None:
+    RETURNED[:] = [returned]
+    training_error([rollout("a"), rollout("b", row=9)], says, r=by(positions))
+
+
+def test_the_largest_values_are_taken() -> None:
+    RETURNED[:] = [[1e100, -1e100, 10**100]]
+    assert rewards_of([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
 
 
 def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -504,25 +501,6 @@ def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizer
     training_error([rollout("é", ids=ids)], says, r=by("characters"))
     RETURNED[:] = [[[(2, 1.0)]]]
     assert rewards_of([rollout("é", ids=ids)], r=by("tokens")) == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (1.1e100, "1.1e+100"),
-        (-1e160, "-1e+160"),
-        (10**400, "1.0e+400"),
-        (-(10**5000), "-1.0e+5000"),
-    ],
-    ids=["float", "below", "int", "many digits"],
-)
-def test_a_value_that_is_too_large(value: float, shown: str) -> None:
-    for returned, function in (([1.0, value], "returns"), ([1.0, [(0, value)]], by("tokens"))):
-        RETURNED[:] = [returned]
-        says = f"returned {shown}, which is beyond ±1e+100; scale the reward down, for row 9"
-        training_error([rollout("a"), rollout("b", row=9)], says, r=function)
-    RETURNED[:] = [[1e100, -1e100, 10**100]]
-    assert rewards_of([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
 
 
 def leaves(completions: list[str], **_: Any) -> list[float]:

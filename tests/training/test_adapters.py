@@ -1,7 +1,5 @@
 """A run that trains an adapter: what it leaves, how it resumes, evaluates and is exported."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -43,8 +41,8 @@ def train(out: Path, *words: str) -> Path:
     return out / "checkpoints" / "step-3"
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digest(folder: Path, name: str = "adapter_model.safetensors") -> str:
+    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
 @pytest.mark.runs
@@ -63,9 +61,7 @@ def test_a_resumed_run_is_the_straight_run(tmp_path: Path, words: list[str]) -> 
     grpo("train", *SMALL, f"output_dir={tmp_path / 'run'}", *words, "steps=2")
     resumed = train(tmp_path / "run", *words, "resume=auto")
     assert (straight / "adapter_model.safetensors").stat().st_size < 100_000
-    assert digest(resumed / "adapter_model.safetensors") == digest(
-        straight / "adapter_model.safetensors"
-    )
+    assert digest(resumed) == digest(straight)
     assert not (straight / "model.safetensors").exists()
     weights = load_file(straight / "adapter_model.safetensors")
     assert all(w.abs().max() > 0 for name, w in weights.items() if "lora_B" in name), "trained"
@@ -87,17 +83,15 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
 def test_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str]) -> None:
     path = train(tmp_path / "run", "optimizer.learning_rate=0.05", *more)
     base = Path(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
-    before = digest(base / "model.safetensors")
+    before = digest(base, "model.safetensors")
     grpo("export", str(path), str(tmp_path / "alone"))
     grpo("export", str(path), str(tmp_path / "merged"), "--merge")
-    assert digest(tmp_path / "alone" / "adapter_model.safetensors") == digest(
-        path / "adapter_model.safetensors"
-    )
+    assert digest(tmp_path / "alone") == digest(path)
     ids = torch.tensor([[5, 6, 7]])
     folders = (base, tmp_path / "merged")
     plain, merged = (AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in folders)
     assert (plain - merged).abs().max() > 1e-2, "training has changed the model"
-    assert digest(base / "model.safetensors") == before
+    assert digest(base, "model.safetensors") == before
     rows = []
     for number, model in enumerate((path, tmp_path / "merged")):
         out = tmp_path / f"eval-{number}"
@@ -123,9 +117,7 @@ def test_training_from_an_adapter(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "was trained on some/model, and is now trained on model.path" in capfd.readouterr().out
     kl = [json.loads(line).get("kl") for line in lines]
     assert kl[0] == pytest.approx(0, abs=1e-6), "the reference is the adapter it began with"
-    assert digest(second / "adapter_model.safetensors") != digest(
-        first / "adapter_model.safetensors"
-    )
+    assert digest(second) != digest(first)
     wrong = ["train", "recipe=arithmetic_tiny", f"model.path={first}", "model.build=null"]
     assert cli.run_command(wrong) == 2
     assert "is an adapter; continue training it with adapter=lora" in capfd.readouterr().err

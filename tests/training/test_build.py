@@ -1,7 +1,5 @@
 """What a run says before it begins about texts that the model or the rewards do not see."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Callbacks in runs: what they see and log, how they stop a run, what a resume gives back."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -15,8 +13,9 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing
 from grpo_cli.distributed.workers import exit_process
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.training import loop
+from grpo_cli.training import callbacks, loop
 from grpo_cli.training.callbacks import Event, HookOutcome
+from grpo_cli.training.settings import Callback
 from tests import programs
 from tests.tables import table
 from tests.training.test_train import built, metrics, trained, weights
@@ -234,11 +233,80 @@ def test_the_recipe_names_callbacks() -> None:
             parsing.parse({**tree, "callbacks": wrong})
 
 
+# What is a mistake before a model is loaded
+
+
+class Counter:
+    def __init__(self, start: int, by: int = 1) -> None:
+        if by == 0:
+            raise ValueError("by is 0")
+        self.count, self.by = start, by
+
+    def on_step(self, event: Any) -> None:
+        self.count += self.by
+
+
+class OfTrl:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+class Misspelt:
+    def on_chekpoint(self, event: Any) -> None: ...
+
+
+class Forgetful(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Everywhere:
+    every_process = True
+
+    def on_end(self, event: Any) -> None: ...
+
+    @staticmethod
+    def on_step(event: Any) -> None: ...
+
+
+def load(path: str, **args: Any) -> callbacks.Loaded:
+    return callbacks.load({"mine": Callback(path, args)})[0]
+
+
+def test_a_class_is_made_with_its_arguments() -> None:
+    found = load(f"{HERE}:Counter", start=3)
+    assert (found.name, found.hooks, found.has_state) == ("mine", ("on_step",), False)
+    assert (found.target.count, found.target.by) == (3, 1)
+
+
+def test_callbacks_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    of_main, shared = load(f"{HERE}:Counter", start=3), load(f"{HERE}:Everywhere")
+    assert of_main.target is None
+    assert of_main.hooks == ("on_step",), "every process knows when one of them is called"
+    assert isinstance(shared.target, Everywhere)
+    assert shared.hooks == ("on_step", "on_end")
+
+
+@table(
+    ("path", "args", "said"),
+    [
+        ("Counter", {"start": 0}, "callbacks.mine.path = Counter: is no class; give it as my_modu"),
+        (f"{HERE}:Couner", {}, "has no function 'Couner'. Did you mean Counter?"),
+        (f"{HERE}:Counter", {"start": 1, "by": 0}, "cannot be made with them: ValueError: by is 0"),
+        (f"{HERE}:OfTrl", {}, "It is called on_step here."),
+        (f"{HERE}:Misspelt", {}, "Did you mean on_checkpoint?"),
+        (f"{HERE}:Forgetful", {"start": 1}, "of state_dict and load_state_dict it has one"),
+    ],
+)
+def test_a_mistake_is_one_sentence(path: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(path, **args)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("callbacks.mine.")
+
+
 if __name__ == "__main__":
-    both = {
-        "main": {"path": "__main__:Recorder"},
-        "shared": {"path": "__main__:Shared"},
-    }
+    both = {"main": {"path": "__main__:Recorder"}, "shared": {"path": "__main__:Shared"}}
     live = trained(Path(sys.argv[1]), callbacks=both, dataset__eval=None)
     state, rank = live.state, metrics(live)[-1]["callbacks/shared/rank"]
     print(

@@ -51,9 +51,8 @@ def test_metrics_of_held_out_sets(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert last["eval/hard/n"] == 1
     assert "eval/easy/rewards/length/mean" not in last
     assert "eval/hard/rewards/length/mean" in last
-    assert last["eval/reward"] == pytest.approx(
-        (last["eval/easy/reward"] + last["eval/hard/reward"]) / 2
-    )
+    rewards = [last[f"eval/{name}/reward"] for name in ("easy", "hard")]
+    assert last["eval/reward"] == pytest.approx(sum(rewards) / 2)
     # `evens` is a share of tokens.
     assert "held-out reward before training" in (out := capsys.readouterr().out)
     assert "held-out accuracy" not in out

@@ -1,5 +1,6 @@
 """A run that has to end in the middle of a step resumes there, and ends as the same run."""
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.distributed.interrupts import Interrupts
-from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.training import loop, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, timeless, trained, weights
@@ -34,34 +34,22 @@ HARD = {  # all that a step can keep: several updates, a moving KL, carried grou
 IN_REWARD = {"loss__beta": 0.05, "loss__kl_in": "reward", "update__minibatches": 2, "steps": 3}
 
 
-def leaving_at(run: Run, call: int) -> None:
-    """Makes the run leave when it asks for the `call`-th time whether it has to."""
-    asked = 0
+def leaving_at(run: Run, call: float) -> list[bool]:
+    """Makes the run leave when it asks for the `call`-th time whether it has to.
+
+    Returns:
+        Its answers, one each time that it has asked.
+    """
+    answers: list[bool] = []
 
     def is_due() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked >= call:
+        answers.append(len(answers) + 1 >= call)
+        if answers[-1]:
             run.interrupts.stop.signal = signal.SIGUSR1
-        return asked >= call
+        return answers[-1]
 
     run.interrupts.is_due = is_due  # type: ignore[method-assign]
-
-
-def times_asked(folder: Path, changes: dict[str, Any]) -> tuple[Run, int]:
-    """A run that is left alone, and how often it could have left."""
-    run = built(folder, output_dir=str(folder / "straight"), **changes)
-    asked = 0
-
-    def is_due() -> bool:
-        nonlocal asked
-        asked += 1
-        return False
-
-    run.interrupts.is_due = is_due  # type: ignore[method-assign]
-    loop.train(run)
-    run.close()
-    return run, asked
+    return answers
 
 
 @pytest.mark.programs
@@ -71,7 +59,11 @@ def times_asked(folder: Path, changes: dict[str, Any]) -> tuple[Run, int]:
     ids=["hard", "kl-in-reward"],
 )
 def test_resume_within_a_step(tmp_path: Path, changes: dict[str, Any], moments: int) -> None:
-    straight, asked = times_asked(tmp_path, changes)
+    straight = built(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
+    answers = leaving_at(straight, math.inf)
+    loop.train(straight)
+    straight.close()
+    asked = len(answers)
     kept: set[str] = set()
     for call in range(2, asked, max(asked // moments, 1)):
         output = {"output_dir": str(tmp_path / f"left-{call}")}
@@ -118,7 +110,6 @@ def test_resumed_run_keeps_its_fallbacks(tmp_path: Path) -> None:
     straight = built(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     halted = built(tmp_path, output_dir=str(tmp_path / "halted"), **changes)
     for run in (straight, halted):
-        assert isinstance(run.generator, TransformersGenerator)
         run.generator.fall_back("it is told to")
         run.policy.logprobs.fall_back("it is told to")
     quick = "each prompt once for its completions, logits in chunks"

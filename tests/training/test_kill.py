@@ -3,8 +3,6 @@
 Each draw has a seed, which a failure names: GRPO_KILL_SEED=N draws others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -26,7 +24,7 @@ import torch
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.checkpoints.shards import Shards
 from tests import programs
-from tests.composed import with_recipe
+from tests.composed import SMALL, with_recipe
 from tests.kill_harness import HANGS, entries
 from tests.programs import ROOT
 from tests.training.rollouts.test_stored_groups import same
@@ -38,29 +36,17 @@ SEED = int(os.environ.get("GRPO_KILL_SEED", "1"))
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 STEPS = 6
 TINY = [
-    "device=cpu",
+    *SMALL,
     f"steps={STEPS}",
-    "prompts_per_step=5",  # not a multiple of 2 or 3
-    "model.build.hidden_size=32",
-    "model.build.intermediate_size=64",
-    "model.build.num_layers=2",
-    "model.build.warmup_steps=5",
-    "dataset.solution='{answer}'",
     "dataset.eval_limit=8",
-    "generation.num_generations=4",
-    "generation.max_completion_tokens=6",
     "generation.dynamic_sampling=true",  # with groups that are carried over
     "loss.beta=0.05",
     "loss.entropy_coef=0.01",
     "update.minibatches=2",
-    "update.tokens_per_micro_batch=40",
-    "optimizer.learning_rate=1e-3",
     "optimizer.schedule=cosine",
     "eval.every=2",
     "checkpoint.every=1",
-    "log.report=false",
     "log.completions_every=1",
-    "reward=[]",
 ]
 # All that a run remembers: random streams, what adapts, a reference that moves.
 HARD = [
@@ -155,8 +141,6 @@ class Jobs:
         self, run: Path, settings: Sequence[str], processes: int, *moments: dict[str, Any]
     ) -> int:
         """Starts, or goes on with, a run; returns its exit code when it has ended, how ever."""
-        assert self.harness.stdin is not None
-        assert self.harness.stdout is not None
         job = self.job(run, settings, processes, *moments)
         self.harness.stdin.write(json.dumps(job) + "\n")
         self.harness.stdin.flush()
@@ -165,7 +149,6 @@ class Jobs:
         return int(json.loads(answer)["code"])
 
     def close(self) -> None:
-        assert self.harness.stdin is not None
         self.harness.stdin.close()
         try:
             self.harness.wait(timeout=20)
@@ -195,9 +178,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 
 @pytest.fixture(scope="module")
-def straight(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Straight]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Straight]:
     """The run of some settings that nothing happens to; made once."""
     jobs = Jobs(tmp_path_factory.mktemp("straight"), hash_seed=1)
     made: dict[tuple[Any, ...], Path] = {}
@@ -413,9 +394,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "processes"),
-    [(HARD, 1), (HARD, 2), (SHARDED, 2)],
-    ids=["one", "two", "sharded"],
+    ("settings", "processes"), [(HARD, 1), (HARD, 2), (SHARDED, 2)], ids=["one", "two", "sharded"]
 )
 def test_interrupted_step_is_resumed(
     jobs: Jobs, straight: Straight, settings: list[str], processes: int

@@ -20,14 +20,10 @@ from tests.training.test_train import test_stop_and_resume_is_the_same_run as st
 pytestmark = pytest.mark.runs
 
 
-def set_scale(live: run.Run, scale: float) -> None:
-    live.policy.scaler.load_state_dict({**live.policy.scaler.state_dict(), "scale": scale})
-
-
 def overflowing(folder: Path, scale: float, **changes: Any) -> run.Run:
     """A run whose first scaled gradients overflow."""
     live = built(folder, mixed_precision="fp16", **changes)
-    set_scale(live, scale)
+    live.policy.scaler.load_state_dict({**live.policy.scaler.state_dict(), "scale": scale})
     return live
 
 
@@ -83,11 +79,10 @@ def test_resumed_run_keeps_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_weights_of_16_bits_are_refused(tmp_path: Path) -> None:
-    dtype = "bfloat16"
-    with pytest.raises(
-        UserError, match=rf"{dtype}: .*mixed_precision = fp16 .*model\.dtype=float32"
-    ):
-        built(tmp_path, mixed_precision="fp16", model__dtype=dtype, optimizer__args={"eps": 1e-4})
+    changes: dict[str, Any] = {"model__dtype": "bfloat16", "optimizer__args": {"eps": 1e-4}}
+    said = r"bfloat16: .*mixed_precision = fp16 .*model\.dtype=float32"
+    with pytest.raises(UserError, match=said):
+        built(tmp_path, mixed_precision="fp16", **changes)
 
 
 def test_the_stored_type_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The checkpoint to resume from is known to fit before a model is built."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,6 @@ from grpo_cli.models.settings import Adapter, Build, Model, Optimizer
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import build, prepare, scorers
-from grpo_cli.training.prepare import (
-    check_adapter,
-    check_dtype,
-    check_model_path,
-    find_resume,
-    resolved,
-)
 from tests.training.test_train import recipe as small_recipe
 
 
@@ -46,9 +37,9 @@ def test_resume_takes_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     (newest, _) = stored_run(tmp_path / "run", Build())
     monkeypatch.setattr(paths, "has_training_state", lambda path: path == newest)
     recipe = Recipe(output_dir=str(tmp_path / "run"), resume=str(tmp_path / "run"))
-    assert find_resume(recipe, tmp_path / "run") == [newest]
+    assert prepare.find_resume(recipe, tmp_path / "run") == [newest]
     with pytest.raises(UserError, match="no checkpoint with a training state"):
-        find_resume(Recipe(resume=str(tmp_path)), tmp_path / "run")
+        prepare.find_resume(Recipe(resume=str(tmp_path)), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -59,10 +50,10 @@ def test_eps_rounded_to_zero_is_refused(dtype: str, eps: float, refused: bool) -
     recipe = Recipe(model=Model(dtype=dtype), optimizer=Optimizer(args={"eps": eps}))
     assert (float(torch.tensor(eps).to(getattr(torch, dtype))) == 0) == refused
     if not refused:
-        check_dtype(recipe)
+        prepare.check_dtype(recipe)
         return
     with pytest.raises(UserError, match="eps = 1e-08 of AdamW is 0 in it"):
-        check_dtype(recipe)
+        prepare.check_dtype(recipe)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +69,10 @@ def test_stored_dtype_of_a_model(tmp_path: Path, config: dict[str, str], expecte
     (tmp_path / "model.safetensors").touch()
     recipe = Recipe(model=Model(path=str(tmp_path), dtype="auto"), dataset=Dataset(chat=False))
     if " " not in expected:
-        assert resolved(recipe).model.dtype == expected
+        assert prepare.resolved(recipe).model.dtype == expected
         return
     with pytest.raises(UserError, match=expected):
-        resolved(recipe)
+        prepare.resolved(recipe)
 
 
 def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
@@ -90,24 +81,22 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     manifest.write(tmp_path, weights)
     recipe = Recipe()
     recipe.model.path = str(tmp_path)
-    check_model_path(recipe)
+    prepare.check_model_path(recipe)
     (tmp_path / "model.safetensors").write_bytes(b"abd")
     with pytest.raises(UserError, match=r"is damaged \(model.safetensors: its contents"):
-        check_model_path(recipe)
+        prepare.check_model_path(recipe)
 
 
 def test_quantized_weights_are_not_trained_or_sharded() -> None:
     pytest.importorskip("peft")
     quantized = Model(path="some/model", quantization="nf4")
-    with pytest.raises(
-        UserError, match=r"nf4: quantized weights cannot be trained; .*adapter=qlora"
-    ):
-        check_adapter(Recipe(model=quantized))
+    with pytest.raises(UserError, match=r"nf4: quantized weights cannot be .*adapter=qlora"):
+        prepare.check_adapter(Recipe(model=quantized))
     lora = Adapter(method="lora")
-    check_adapter(Recipe(model=quantized, adapter=lora))
+    prepare.check_adapter(Recipe(model=quantized, adapter=lora))
     pissa = Adapter(method="lora", args={"init_lora_weights": "pissa"})
     with pytest.raises(UserError, match=r"init_lora_weights = pissa: is made from the weights"):
-        check_adapter(Recipe(model=quantized, adapter=pissa))
+        prepare.check_adapter(Recipe(model=quantized, adapter=pissa))
     for strategy, refused in (("ddp", False), ("fsdp2", True)):
         recipe = Recipe(model=quantized, adapter=lora, distributed=Distributed(strategy=strategy))
         found = [text for text in contradictions(recipe, ()) if "cannot be sharded" in text]
@@ -116,10 +105,10 @@ def test_quantized_weights_are_not_trained_or_sharded() -> None:
 
 def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:
     recipe = Recipe(adapter=Adapter(method="lora", args={"init_lora_weights": "pissa"}))
-    check_adapter(recipe)
+    prepare.check_adapter(recipe)
     recipe.adapter.sync = "adapter"
     with pytest.raises(UserError, match=r"not take the init pissa, .* use adapter\.sync=merge"):
-        check_adapter(recipe)
+        prepare.check_adapter(recipe)
     # Of adapter.path its own config counts.
     recipe.adapter = Adapter(method="lora", sync="adapter", path=str(tmp_path))
     (tmp_path / "adapter_model.safetensors").touch()
@@ -127,10 +116,10 @@ def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:
     for change, reason in (({}, None), ({"bias": "all"}, "trained biases"), ({"r": 600}, "rank")):
         (tmp_path / "adapter_config.json").write_text(json.dumps(stored | change))
         if reason is None:
-            check_adapter(recipe)
+            prepare.check_adapter(recipe)
             continue
         with pytest.raises(UserError, match=rf"{reason}.*; use adapter\.sync=merge"):
-            check_adapter(recipe)
+            prepare.check_adapter(recipe)
 
 
 def test_refused_run_closes_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """A step under way is kept, loaded as plain data, and again what it was."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -22,7 +20,8 @@ from tests.training.rollouts.test_stored_groups import (
 HOW = "of this recipe"
 
 
-def measured(metrics: ReducedMetrics) -> MeasuredUpdate:
+def measured(*parts: dict[str, float]) -> MeasuredUpdate:
+    metrics = ReducedMetrics(*parts)
     kl = Mean(metrics.sums["kl"], metrics.counts["kl"])
     return MeasuredUpdate(metrics.sums["loss"], kl, Mean(), Mean(1e-30, 3.0), Mean(), metrics)
 
@@ -33,14 +32,8 @@ def make_work(stream: PromptStream) -> StepProgress:
     step_stats = dict(rollout_stats([*own, *others]))
     sampled = step_stats | dict(rollout_stats(make_groups(stream, 5)))
     totals = [
-        measured(
-            ReducedMetrics({"loss": 0.5, "kl": 2.0}, {"kl": 8.0}, {"low": math.inf}, {"high": 1.5})
-        ),
-        measured(
-            ReducedMetrics(
-                {"loss": -0.25, "kl": 1 / 3}, {"kl": 7.0}, {"low": -2.0}, {"high": 1e-30}
-            )
-        ),
+        measured({"loss": 0.5, "kl": 2.0}, {"kl": 8.0}, {"low": math.inf}, {"high": 1.5}),
+        measured({"loss": -0.25, "kl": 1 / 3}, {"kl": 7.0}, {"low": -2.0}, {"high": 1e-30}),
     ]
     metrics = {"dynamic_sampling/dropped": 1.0, "rewards/right/mean": math.nan}
     return StepProgress(
@@ -53,16 +46,10 @@ def kept(work: StepProgress) -> tuple[Any, Any]:
     return shared, own
 
 
-def found_again(work: StepProgress, stream: PromptStream) -> StepProgress:
-    found = StepProgress.restored(*kept(work), stream, HOW)
-    assert found is not None
-    return found
-
-
 def test_step_round_trip() -> None:
     work = make_work(make_stream())
     stream = make_stream()  # of the process that goes on
-    found = found_again(work, stream)
+    found = StepProgress.restored(*kept(work), stream, HOW)
     assert same(found, work)
     assert [g.prompt_index for g in found.batch.groups] == [6, 2]
     assert all(g.prompt is r.prompt for g in found.batch.groups for r in g.rollouts)
@@ -84,7 +71,6 @@ def test_process_without_groups() -> None:
     # More processes than groups: what the others have is not its own to judge.
     shared, _ = kept(make_work(make_stream()))
     found = StepProgress.restored(shared, [], make_stream(), HOW)
-    assert found is not None
     assert found.batch.groups == []
     step_stats: StepStats = make_work(make_stream()).batch.step_stats
     assert same(found.batch.step_stats, step_stats)

@@ -1,7 +1,5 @@
 """A resumed run computes in the modes that its checkpoint's run had come to."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import cast
 
@@ -63,16 +61,13 @@ def test_checks_are_restored_on_the_same_machine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_elsewhere_the_checks_are_made_again() -> None:
-    key = "threads"
     model, stored = begun()
-    now = stored["made"][key]
-    stored["made"][key] = "another"
+    now = stored["made"]["threads"]
+    stored["made"]["threads"] = "another"
     said: list[str] = []
     resumed = run_of(model, said)
     resume.restore_checks(resumed, stored)
     (note,) = said
-    assert (
-        f"made again, since the checkpoint was written elsewhere ({key} another -> {now})" in note
-    )
+    assert f"since the checkpoint was written elsewhere (threads another -> {now})" in note
     assert not resumed.policy.logprobs.checked
     assert resumed.generator.checks() == {}

@@ -1,7 +1,5 @@
 """What of a run is kept when it is told to end, or when a checkpoint cannot be written."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +82,6 @@ def test_failed_save_is_repeated_at_the_end(live: Run, monkeypatch: pytest.Monke
         resume.save(live)  # not waited for: nobody knows yet
         resume.save_interrupted(live)
     path = live.recovery.interrupted
-    assert path is not None
     assert not path.exists()
     resume.save_interrupted(live)
     path = live.recovery.interrupted
@@ -214,13 +211,8 @@ def test_resume_reads_the_runs_own_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [
-        "prompts_per_step=4",
-        "model.build.warmup_steps=2",
-        "eval.every=0",
-        "dataset.eval=null",
-    ]
-    words += ["checkpoint.every=2", "device=cpu", "output_dir=run"]
+    words = ["prompts_per_step=4", "model.build.warmup_steps=2", "eval.every=0", "device=cpu"]
+    words += ["dataset.eval=null", "checkpoint.every=2", "output_dir=run"]
     assert run_command(["train", "recipe=arithmetic_tiny", *words, "steps=2"]) == 0
     assert run_command(["train", "resume=run", "steps=3"]) == 0
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 3

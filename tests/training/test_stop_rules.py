@@ -59,9 +59,6 @@ def test_rules(
     assert ended(config, steps) == expected
 
 
-# Runs
-
-
 STOPPED: dict[str, Any] = {
     "steps": 8,
     "reward": {"same": {"function": "tests.training.test_stop_rules:same"}},

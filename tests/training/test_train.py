@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,10 @@ def weights(live: run.Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in live.policy.model.parameters()])
 
 
+def reference_weights(live: run.Run) -> torch.Tensor:
+    return torch.cat([p.flatten() for p in live.policy.reference.logprobs.model.parameters()])
+
+
 def test_resume_auto_says_that_it_finds_nothing(tmp_path: Path, capsys: Any) -> None:
     built(tmp_path, resume="auto").close()
     assert "resume=auto finds no checkpoint; the run starts at step 1" in " ".join(
@@ -143,22 +147,21 @@ Update = tuple[list[torch.Tensor], dict[str, float]]
 
 
 def one_update(live: run.Run) -> Update:
-    """As `updated` of a run that is not needed any more."""
-    try:
-        return updated(live)
-    finally:
-        live.close()
+    """Gradients and metrics of a step's updates; the run is closed."""
+    with closing(live):
+        step = step_with(live, collect(live, live.recipe, Clock(CPU)))
+        loop.make_samples(live, step, step.progress.batch)
+        gradients = kept_gradients(live)
+        return gradients, loop.update_policy(live, step)
 
 
-def updated(live: run.Run) -> Update:
-    """Gradients (kept, by an optimizer that does nothing) and metrics of a step's updates."""
-    step = step_with(live, collect(live, live.recipe, Clock(CPU)))
-    loop.make_samples(live, step, step.progress.batch)
-    gradients: list[torch.Tensor] = []
-    live.policy.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
+def kept_gradients(live: run.Run) -> list[torch.Tensor]:
+    """A list that is given the gradients, by an optimizer that does nothing else."""
+    found: list[torch.Tensor] = []
+    live.policy.optimizer.step = lambda *a, **k: found.extend(  # type: ignore[method-assign]
         p.grad.clone() for p in live.policy.model.parameters()
     )
-    return gradients, loop.update_policy(live, step)
+    return found
 
 
 def step_with(live: run.Run, batch: StepBatch) -> Step:
@@ -194,10 +197,7 @@ def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
     output.loss.backward()  # type: ignore[no-untyped-call]
     expected = [p.grad.clone() for p in live.policy.model.parameters()]
     live.policy.optimizer.zero_grad()
-    found: list[torch.Tensor] = []
-    live.policy.optimizer.step = lambda *a, **k: found.extend(  # type: ignore[method-assign]
-        p.grad.clone() for p in live.policy.model.parameters()
-    )
+    found = kept_gradients(live)
     live.recipe.optimizer.max_grad_norm = 1e9
     entropy = loop.update_policy(live, step_with(live, step))["entropy"]
     live.close()
@@ -221,12 +221,6 @@ def test_metrics_and_summary(tmp_path: Path) -> None:
     assert summary["after"]["interval_95"][0] <= summary["after"]["accuracy"]
 
 
-def test_on_policy_ratio_is_one(tmp_path: Path) -> None:
-    for m in metrics(trained(tmp_path)):
-        assert m["clip_ratio/region_mean"] == 0
-        assert m["sampling/sampling_logp_difference/max"] < 1e-4
-
-
 def test_off_policy_updates_clip(tmp_path: Path) -> None:
     live = trained(
         tmp_path,
@@ -237,12 +231,6 @@ def test_off_policy_updates_clip(tmp_path: Path) -> None:
     )
     assert all(m["clip_ratio/region_mean"] > 0 for m in metrics(live))
     assert "time/old_logprobs" in metrics(live)[0]
-
-
-def test_kl_is_to_the_frozen_reference(tmp_path: Path) -> None:
-    lines = metrics(trained(tmp_path, loss__beta=0.05, optimizer__learning_rate=5e-3))
-    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert lines[-1]["kl"] > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -489,21 +477,12 @@ def test_carried_groups_keep_their_policy(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_refreshed(tmp_path: Path) -> None:
-    alpha = 0.25
-    live = built(
-        tmp_path,
-        loss__beta=0.01,
-        loss__reference_every=2,
-        loss__reference_alpha=alpha,
-        steps=2,
-        optimizer__learning_rate=1e-2,
-    )
+    moving = {"loss__beta": 0.01, "loss__reference_every": 2, "loss__reference_alpha": 0.25}
+    live = built(tmp_path, **moving, steps=2, optimizer__learning_rate=1e-2)
     first = weights(live)
     loop.train(live)
     live.close()
-    assert live.policy.reference is not None
-    mixed = torch.cat([p.flatten() for p in live.policy.reference.logprobs.model.parameters()])
-    torch.testing.assert_close(mixed, alpha * weights(live) + (1 - alpha) * first)
+    torch.testing.assert_close(reference_weights(live), 0.25 * weights(live) + 0.75 * first)
     assert not torch.equal(weights(live), first)
 
 
@@ -526,13 +505,7 @@ def test_moved_reference_is_restored(tmp_path: Path) -> None:
     moved = trained(tmp_path, steps=2, loss__beta=0.1, loss__reference_every=1)
     for steps in (3, 4):  # saved and loaded twice, with nothing that moves it on
         later = trained(tmp_path, steps=steps, loss__beta=0.1, resume="auto")
-        for a, b in zip(model_weights(moved), model_weights(later), strict=True):
-            assert torch.equal(a, b)
-
-
-def model_weights(live: run.Run) -> list[torch.Tensor]:
-    assert live.policy.reference is not None
-    return list(live.policy.reference.logprobs.model.parameters())
+        assert torch.equal(reference_weights(moved), reference_weights(later))
 
 
 def test_beta_changed_on_resume(tmp_path: Path) -> None:
@@ -577,10 +550,22 @@ def test_scoring_overlaps_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.runs
-def test_a_state_of_another_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_another_version_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, steps=1)
     monkeypatch.setattr(resume, "FORMAT", 0)
     with pytest.raises(UserError, match=r"of another version of grpo; .* model\.path="):
         trained(tmp_path, steps=2, resume="auto")
+
+
+def test_plan_of_a_run(tmp_path: Path) -> None:
+    """What was measured, and the prediction for it."""
+    path = trained(tmp_path).folder / "plan.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    predicted, measured = found["predicted"], found["measured"]
+    sizes = {"tokens_per_step", "tokens_per_micro_batch", "completion_tokens"}
+    assert {*measured} & {*predicted} >= {"memory", "peak"} | sizes
+    assert measured["peak"] == max(measured["memory"].values())
+    assert measured["steps_measured"] == 3, "the first step does not count"
+    assert {"generate", "forward_backward", "optimizer"} <= {*measured["memory"]}
+    assert predicted["completion_tokens"] == measured["completion_tokens"]
+    assert measured["tokens_per_step"] == pytest.approx(predicted["tokens_per_step"], rel=0.1)

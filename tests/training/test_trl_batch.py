@@ -1,7 +1,5 @@
 """TRL 1.16.0's own first batch of completions: the same loss and norm of the gradient."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

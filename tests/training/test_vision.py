@@ -1,14 +1,13 @@
 """Runs with images: resumed, on two processes, with broken pictures, of models that read text."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pytest
@@ -73,25 +72,13 @@ def write(path: Path, pictures: list[bytes | None], prompts: list[str] | None = 
     datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
 
 
-class Ended(NamedTuple):
-    """The end of a command in this process, in the words of `subprocess`."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str = "rows") -> Any:
     """Trains for four steps; with one process in this one, which is quicker."""
     recipe = [
         *("recipe=arithmetic_tiny", "model=qwen2_5_0_5b_instruct", "reward=[]"),
         f"dataset.train={parts / data}.parquet",
         *("dataset.prompt='{prompt}'", "dataset.solution=null", "dataset.chat=true"),
-        *(
-            "dataset.eval=null",
-            "dataset.max_prompt_tokens=96",
-            "eval.every=0",
-        ),
+        *("dataset.eval=null", "dataset.max_prompt_tokens=96", "eval.every=0"),
         *("steps=4", "prompts_per_step=4", "generation.num_generations=3", "device=cpu"),
         *("generation.max_completion_tokens=6", "checkpoint.every=2", "loss.beta=0.05"),
         "log.completions_every=4",
@@ -112,7 +99,7 @@ def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str 
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.run_command(command)
-    return Ended(code, out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -231,17 +218,15 @@ def test_a_checkpoint_loads_by_transformers(straight: Path) -> None:
 
 
 def test_a_broken_picture_stops_the_run_or_is_left_out(parts: Path, tmp_path: Path) -> None:
-    broken, row = b"no picture", 0  # on which rewards are tried out
-    data = f"broken{len(broken)}-{row}"
-    write(parts / f"{data}.parquet", [broken if i == row else png(i) for i in range(5)])
-    ended = train(parts, tmp_path / "stops", data=data)
+    told = "row 0, column 'image': the image cannot be read"  # rewards are tried out on it
+    write(parts / "broken.parquet", [b"no picture", *map(png, range(1, 5))])
+    ended = train(parts, tmp_path / "stops", data="broken")
     assert ended.returncode != 0
-    assert f"row {row}, column 'image': the image cannot be read" in ended.stdout + ended.stderr
+    assert told in ended.stdout + ended.stderr
     assert "bad_rows=drop" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
-    ended = train(parts, tmp_path / "drops", "dataset.bad_rows=drop", data=data)
+    ended = train(parts, tmp_path / "drops", "dataset.bad_rows=drop", data="broken")
     assert ended.returncode == 0, ended.stderr
-    told = f"row {row}, column 'image': the image cannot be read"
     assert ended.stdout.count(told) == 1  # not in each of the four epochs
     assert json.loads((tmp_path / "drops" / "summary.json").read_text())["steps"] == 4
 

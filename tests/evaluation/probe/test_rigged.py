@@ -64,7 +64,6 @@ def test_known_pass_rates(tmp_path: Path) -> None:
     m = probed(live).measured
     live.close()
     assert (m.prompts, m.completions) == (64, 1024)
-    assert m.pass_rate is not None
     assert m.pass_rate.low < 0.5 < m.pass_rate.high  # a half, one, none and a half
     rates = [rate for _, rate in m.rates]
     assert rates.count(0.0) == rates.count(1.0) == 16
@@ -73,7 +72,6 @@ def test_known_pass_rates(tmp_path: Path) -> None:
         truth = 0.5 * (1 - 2 * 0.5**size)
         assert share.low <= truth <= share.high, share
     assert m.truncated == 1.0
-    assert m.mismatch is not None
     # The trainer's distribution is over all tokens, the sampler's over two.
     assert m.mismatch.mean == pytest.approx(
         torch.tensor(len(live.policy.tokenizer) / 2).log().item(), rel=1e-4

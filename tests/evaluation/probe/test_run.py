@@ -57,7 +57,6 @@ def measured(groups: list[Group], recipe: Recipe = RECIPE, samples: int = 4) -> 
 def test_by_hand() -> None:
     m = measured(GROUPS)
     assert (m.prompts, m.samples, m.completions, m.num_generations) == (2, 4, 8, 2)
-    assert m.pass_rate is not None
     assert m.pass_rate.value == 3 / 8
     assert m.rates == [(0, 0.75), (1, 0.0)]
     assert m.signal[2].value == 0.25, "3 of the 6 pairs of the first prompt"

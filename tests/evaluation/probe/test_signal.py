@@ -1,46 +1,17 @@
-"""The share of groups with a signal: by hand, by all draws, and by simulated probes."""
+"""The share of groups with a signal: by hand, and by all draws."""
 
 import itertools
-import math
 import random
-from collections.abc import Callable
 
 import pytest
 
+from grpo_cli.evaluation.estimates import estimate, student_95
 from grpo_cli.evaluation.probe.signal import (
-    over_prompts,
+    LEAST_DEGREES,
+    degrees_of_freedom,
     signal_share,
     without_signal,
 )
-
-PROBES = 200
-PROMPTS, SAMPLES = 32, 16  # the defaults of `grpo probe`
-
-# The rate of right completions of a prompt.
-RATES: dict[str, Callable[[random.Random], float]] = {
-    "0": lambda rng: 0.0,
-    "1": lambda rng: 1.0,
-    "0.5": lambda rng: 0.5,
-    "a mixture of 0 and 0.05": lambda rng: rng.choice([0.0, 0.05]),
-    "Beta(0.05, 0.5): few prompts decide": lambda rng: rng.betavariate(0.05, 0.5),
-}
-# Mean over prompts of the rate, and of p^G + (1 - p)^G.
-MEANS = {"0": 0.0, "1": 1.0, "0.5": 0.5, "a mixture of 0 and 0.05": 0.025,
-         "Beta(0.05, 0.5): few prompts decide": 0.05 / 0.55}  # fmt: skip
-EQUAL: dict[str, Callable[[int], float]] = {
-    "0": lambda size: 1.0,
-    "1": lambda size: 1.0,
-    "0.5": lambda size: 2 * 0.5**size,
-    "a mixture of 0 and 0.05": lambda size: (1 + 0.05**size + 0.95**size) / 2,
-    "Beta(0.05, 0.5): few prompts decide": lambda size: (
-        beta_moment(0.05, size) + beta_moment(0.5, size)
-    ),
-}
-
-
-def beta_moment(a: float, size: int) -> float:
-    """The mean of p^G of a Beta(a, 0.55 - a)."""
-    return math.prod((a + i) / (0.55 + i) for i in range(size))
 
 
 def share(rewards: list[float | None], size: int) -> float:
@@ -83,27 +54,14 @@ def test_it_is_the_share_of_all_draws() -> None:
             )
 
 
-def simulated(name: str, seed: int) -> list[list[int]]:
-    rng = random.Random(f"{name}/{seed}")
-    rates = [RATES[name](rng) for _ in range(PROMPTS)]
-    return [[int(rng.random() < rate) for _ in range(SAMPLES)] for rate in rates]
+def test_degrees_of_freedom_by_hand() -> None:
+    # Of shares of 0 and 1 with the mean p the kurtosis is 1 / (p(1 - p)) - 3.
+    assert degrees_of_freedom([0.5] * 9) == 8
+    assert degrees_of_freedom([0.0, 1.0] * 16) == 31  # it is 1
+    assert degrees_of_freedom([1.0] * 4 + [0.0] * 28) == pytest.approx(64 * 7 / 36)  # 43 / 7
+    assert degrees_of_freedom([1.0] + [0.0] * 31) == LEAST_DEGREES == 4  # 30, which would leave 2.2
 
 
-@pytest.mark.parametrize("name", RATES)
-def test_the_intervals_cover_the_truth(name: str) -> None:
-    covered = dict.fromkeys(("rate", 2, 8, 16), 0)
-    total = dict.fromkeys((2, 8, 16), 0.0)
-    for seed in range(PROBES):
-        rewards = simulated(name, seed)
-        rate = over_prompts([sum(own) / SAMPLES for own in rewards], PROMPTS * SAMPLES)
-        covered["rate"] += rate.low <= MEANS[name] + 1e-9 and MEANS[name] <= rate.high + 1e-9
-        prompts = [(own, [False] * SAMPLES) for own in rewards]
-        for size in (2, 8, 16):
-            found, truth = signal_share(prompts, size), 1 - EQUAL[name](size)
-            covered[size] += found.low <= truth + 1e-9 and truth <= found.high + 1e-9
-            total[size] += found.value / PROBES
-    # Of 200 intervals that hold the truth with a probability of 0.95, fewer than 185 (0.925) do
-    # in 4 % of all cases.
-    assert min(covered.values()) >= 0.925 * PROBES, covered
-    for size, mean in total.items():  # unbiased: within 4 standard errors of at most 0.09 each
-        assert mean == pytest.approx(1 - EQUAL[name](size), abs=4 * 0.09 / math.sqrt(PROBES))
+def test_the_interval_is_one_of_few_prompts() -> None:
+    prompts = [([1, 0, 0, 0], [False] * 4), ([0, 0, 0, 0], [False] * 4)]
+    assert signal_share(prompts, 2) == estimate([0.5, 0.0], 8, student_95(4))

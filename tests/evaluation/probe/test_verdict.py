@@ -109,13 +109,11 @@ def test_findings(changes: dict[str, Any], name: str, stops: bool) -> None:
 
 def test_larger_groups_are_proposed() -> None:
     verdict = judged({"num_generations": 2})
-    assert first(verdict).settings == (
-        "generation.num_generations=4",
-        "generation.dynamic_sampling=true",
-    )
+    sampling = "generation.dynamic_sampling=true"
+    assert first(verdict).settings == ("generation.num_generations=4", sampling)
     assert "from 2 to 4: 0.30 -> 0.50" in first(verdict).message
     none_better = {"signal": shares({8: 0.31, 16: 0.33})}
-    assert first(judged(none_better)).settings == ("generation.dynamic_sampling=true",)
+    assert first(judged(none_better)).settings == (sampling,)
     dynamic = replace(RECIPE, generation=Generation(dynamic_sampling=True))
     assert first(judged(none_better, dynamic)).settings == ()
 

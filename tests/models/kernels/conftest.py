@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -12,7 +10,6 @@ from grpo_cli.models.kernels.arithmetic import flash, flash_backward
 
 def off_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, for which no device is the CPU."""
-    assert isinstance(function, FunctionType)
     code = function.__code__
     assert "cpu" in code.co_consts
     constants = tuple("none" if c == "cpu" else c for c in code.co_consts)

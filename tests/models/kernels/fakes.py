@@ -1,7 +1,5 @@
 """Stands in for CUDA's varlen operators: records arguments, and computes the result on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import pairwise
 

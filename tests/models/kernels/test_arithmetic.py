@@ -1,7 +1,5 @@
 """The merge of two parts of an attention by their log-sum-exp."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

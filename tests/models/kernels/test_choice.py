@@ -1,7 +1,5 @@
 """Which kernel is chosen, and what becomes of one that fails or is wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FlexAttention on the CPU: its mask, its forward compiled, its gradient uncompiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import flex_attention
@@ -35,8 +33,6 @@ def test_block_mask(groups: list[Group], size: int) -> None:
     padded[:count, :count] = pairs
     tiles = padded.view(blocks, size, blocks, size).transpose(1, 2).flatten(2)
     assert torch.equal(mask.to_dense()[0, 0].bool(), tiles.any(-1))
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
     computed_whole = [
         (row, block)
         for row, number in enumerate(mask.full_kv_num_blocks[0, 0].tolist())
@@ -49,8 +45,7 @@ def test_block_mask(groups: list[Group], size: int) -> None:
 
 @pytest.mark.slow  # the first call of FlexAttention takes 2 s
 @pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"),
-    [("both", torch.float64, 1e-10), ("long", torch.float32, 1e-4)],
+    ("name", "dtype", "tolerance"), [("both", torch.float64, 1e-10), ("long", torch.float32, 1e-4)]
 )
 def test_flex_matches_softmax(
     name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch

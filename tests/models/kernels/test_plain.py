@@ -1,7 +1,5 @@
 """Attention by parts with PyTorch's own operations against one softmax."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +24,6 @@ def test_buckets() -> None:
     buckets = {name: make_layout(groups).buckets for name, groups in GROUPS.items()}
     assert [b.padding is None for b in buckets["even"]] == [True, True]
     (own, prompt) = buckets["one group"]
-    assert own.padding is not None
     assert own.padding.tolist() == [[False] * 4 + [True]] * 2 + [[False] * 5]
     assert own.index.tolist() == [[7, 8, 9, 10, 7], [16, 17, 18, 19, 16], [11, 12, 13, 14, 15]]
     assert prompt.index.tolist() == [[*range(7)]]

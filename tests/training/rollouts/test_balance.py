@@ -1,7 +1,5 @@
 """Work divided over processes: literal cases, and what has to hold of any."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -41,9 +41,6 @@ def groups_at(*positions: int) -> list[Group]:
     return [make_group(p, [make_rollout((p,)), make_rollout((p,))]) for p in positions]
 
 
-# A batch.
-
-
 def test_groups_are_handed_over_while_sampling() -> None:
     first, second = groups_at(3, 4)
     taken, go_on = threading.Event(), threading.Event()
@@ -83,9 +80,6 @@ def test_sampling_error_is_raised_by_take() -> None:
     assert caught.value is error
     with pytest.raises(type(error)):
         batch.groups()
-
-
-# What is measured of it, and what it is trained on with.
 
 
 def test_interrupt_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +143,6 @@ def test_old_logprobs_of_an_earlier_policy(sampled_at: int | None, kept: bool) -
         assert rollout.old_logprobs.tolist() == [-0.5]
 
 
-# Whole runs.
-
-
 class SamplingVllm(FakeVllm):
     """Draws and scores with the weights that it was sent."""
 
@@ -181,8 +172,7 @@ class SamplingVllm(FakeVllm):
         whole = Rollout(Prompt(0, ids[:1], "", {}), Completion(ids[1:], [], "stop"), "")
         with self.lock, inference(self.load()):
             logprobs, _ = PolicyLogprobs(self.model, packed=False, chunked=False)([whole], 1.0)
-        found: list[float] = logprobs[0].tolist()
-        return found
+        return logprobs[0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +248,8 @@ def trained(
 
 @pytest.mark.runs
 def test_servers_match_the_embedded_engine(tmp_path: Path, fakes: list[FakeVllm]) -> None:
-    changes = {"steps": 2, **serve(fakes)}
-    served, drawn = trained(tmp_path / "served", **changes)
-    changes = {"steps": 2, "optimizer__learning_rate": 5e-3}
-    plain, expected = trained(tmp_path / "plain", **changes)
+    served, drawn = trained(tmp_path / "served", steps=2, **serve(fakes))
+    plain, expected = trained(tmp_path / "plain", steps=2, optimizer__learning_rate=5e-3)
     assert [[d[:2] for d in step] for step in drawn] == [[d[:2] for d in s] for s in expected]
     torch.testing.assert_close(weights(served), weights(plain), rtol=0, atol=1e-4)
     for here, there in zip(metrics(served), metrics(plain), strict=True):
@@ -276,8 +264,8 @@ def test_servers_match_the_embedded_engine(tmp_path: Path, fakes: list[FakeVllm]
 
 @pytest.mark.runs
 def test_completions_are_as_old_as_the_recipe_allows(tmp_path: Path, fakes: list[FakeVllm]) -> None:
-    overlap, ages = 2, [0, 1, 2, 2]
-    live, drawn = trained(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=overlap))
+    ages = [0, 1, 2, 2]
+    live, drawn = trained(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=2))
     found = metrics(live)
     assert [m["staleness/max"] for m in found] == [m["staleness/mean"] for m in found] == ages
     assert [[d[0] for d in step] for step in drawn] == [
@@ -313,11 +301,7 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, fakes: list[FakeVllm]) 
 @pytest.mark.runs
 def test_stopped_run_does_not_wait(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     """Of steps 2 and 3, the first is done; the other is sampled anew, from the same place."""
-    changes = {
-        "steps": 4,
-        "dataset__eval": None,
-        **serve(fakes, prefetch_steps=2),
-    }
+    changes = {"steps": 4, "dataset__eval": None, **serve(fakes, prefetch_steps=2)}
     live = built(tmp_path, **changes)
     go_on = threading.Event()
 
@@ -395,24 +379,19 @@ Parts = list[list[dict[str, Any]]]
 
 def begun(live: run.Run) -> list[Parts]:
     """As its checkpoint has it: of each batch what each process had."""
-    found: list[Parts] = load_state(paths.checkpoint_path(live.folder, 1))["ahead"]
-    return found
+    return load_state(paths.checkpoint_path(live.folder, 1))["ahead"]
 
 
 def test_changed_recipe(halted: tuple[Path, FakeVllm], capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"generation__temperature": 0.9}
-    live = going_on(halted, **changes)
+    live = going_on(halted, generation__temperature=0.9)
     assert list(live.queue.prefetched) == []
     assert live.queue.position == 6
     said = " ".join(capsys.readouterr().out.split())
     assert "prefetched completions are of another recipe: sampled again" in said
 
 
-def test_unrelated_changes_keep_completions(
-    halted: tuple[Path, FakeVllm],
-) -> None:
-    changes = {"generation__max_num_seqs": 4, "reward": {"length": {}}}
-    live = going_on(halted, **changes)
+def test_unrelated_changes_keep_completions(halted: tuple[Path, FakeVllm]) -> None:
+    live = going_on(halted, generation__max_num_seqs=4, reward={"length": {}})
     assert [len(b.groups()) for b in live.queue.prefetched] == [6, 6]
     assert live.queue.position == 18
 

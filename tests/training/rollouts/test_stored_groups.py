@@ -1,7 +1,5 @@
 """Groups are stored, saved, loaded as plain data, and again what they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math
