@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -58,9 +59,15 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def gone(*pids: int) -> bool:
-    """Whether the processes end within a minute: what was killed takes a moment to be gone."""
+def until(condition: Callable[[], object], what: str = "so") -> None:
+    """Waits until it is true; fails after a minute."""
     end = time.monotonic() + 60
-    while any(map(is_running, pids)) and time.monotonic() < end:
+    while not condition():
+        assert time.monotonic() < end, f"it is not {what} after a minute"
         time.sleep(0.01)
-    return not any(map(is_running, pids))
+
+
+def gone(*pids: int) -> bool:
+    """Waits for the end of processes: what was killed takes a moment to be gone."""
+    until(lambda: not any(map(is_running, pids)), "gone")
+    return True

@@ -164,6 +164,10 @@ def test_cfg_prints_the_composed_recipe_and_runs_nothing(grpo: Grpo, tmp_path: P
     assert not (tmp_path / "outputs").exists()
 
 
+def choices(group: str) -> list[str]:
+    return sorted(p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml"))
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("argv", "expected"),
@@ -172,6 +176,7 @@ def test_cfg_prints_the_composed_recipe_and_runs_nothing(grpo: Grpo, tmp_path: P
         (["train", "--info", "defaults"], "loss/dapo"),
         (["train", "--hydra-help"], "--multirun"),
         (["--help"], "grpo train"),
+        *((["help", "train"], f"\n{g}: {', '.join(choices(g))}\n") for g in ("loss", "advantage")),
     ],
 )
 def test_help_and_info(argv: list[str], expected: str, grpo: Grpo) -> None:
@@ -199,16 +204,6 @@ def test_the_help_of_train_says_what_its_default_recipe_has(
         assert value_at(composed, key) == float(value)
     assert "loss=dapo" in text
     assert "generation.num_generations=8" in text
-
-
-@pytest.mark.smoke
-def test_help_of_a_command_lists_the_choices_of_each_group(
-    grpo: Grpo,
-) -> None:
-    _, out, _ = grpo("help", "train")
-    for group in ("loss", "advantage"):
-        names = sorted(p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml"))
-        assert f"\n{group}: {', '.join(names)}\n" in out
 
 
 def test_recipes_and_rewards_are_listed(grpo: Grpo) -> None:

@@ -51,12 +51,12 @@ CPU = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "TORCH_COMPI
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, *, tied: bool, hidden: int = 64, positions: int = 512
+    tokenizer: PreTrainedTokenizerFast, *, tied: bool, positions: int = 512
 ) -> PreTrainedModel:
     """A random Qwen2 whose distributions are far from uniform, so that a change shows."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
+        hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -209,11 +209,10 @@ class Serving:
 
 def serve(folder: Path | None, output: Path, *words: str) -> Serving:
     """Starts `grpo serve`; does not wait."""
-    given = [w.partition("=")[2] for w in words if w.startswith("port=")]
-    port = int(given[0]) if given else free_port()
+    port = free_port()
     command = [sys.executable, "-m", "grpo_cli.cli", "serve", f"port={port}"]
     command += [f"engine_args.{name}={value}" for name, value in CACHE.items()]
-    command += [w for w in words if not w.startswith("port=")]
+    command += words
     if folder is not None:
         command += [f"model={folder}", "max_model_len=128"]
     with output.open("wb") as out:

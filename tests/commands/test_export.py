@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -23,6 +23,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Adapter, Model
 from tests.conftest import Grpo
+from tests.models.families import BY_NAME
+from tests.models.test_architectures import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -31,20 +33,7 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 @pytest.fixture
 def experts() -> PreTrainedModel:
     """A mixture of experts, which transformers keeps in other tensors than it is published in."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=300,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return make(BY_NAME["qwen3_moe"])
 
 
 def saved(

@@ -23,10 +23,7 @@ def test_every_name_of_trl_has_an_answer(name: str) -> None:
     [
         ("vespo_k_neg", "It is called loss.args.vespo_k_neg here."),
         ("loss.cov_low", "It is called loss.args.cov_low here."),
-        (
-            "max_prompt_length",
-            "It is called dataset.max_prompt_tokens here: longer prompts are dropped, not cut.",
-        ),
+        ("max_prompt_length", "max_prompt_tokens here: longer prompts are dropped, not cut."),
         ("pad_to_multiple_of", "It has no counterpart here: rows are packed, not padded."),
     ],
 )

@@ -17,6 +17,7 @@ from grpo_cli.reporting.reporter import write_parquet
 USER = {"role": "user", "content": "1+1="}
 ANSWER = {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "Add."}
+BLOCK = {"type": "image", "image": "a.png"}
 
 
 @pytest.mark.parametrize(
@@ -43,10 +44,7 @@ def test_forms_of_messages(messages: Any, expected: Any) -> None:
         ([{"content": "1"}], "row 0, message 0: has no role; it has content."),
         ([USER, {"role": "user"}], "row 0, message 1: has no content; the model takes text."),
         ([{"role": "user", "content": 3}], "has the content 3; the model takes text."),
-        (
-            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-            "has the content [{'type': 'image', 'image': 'a.png'}]; the model takes text.",
-        ),
+        ([{"role": "user", "content": [BLOCK]}], f"the content {[BLOCK]}; the model takes text."),
         ([USER, "hello"], "row 0, message 1: is 'hello'; it must have a role and content."),
         (["hello"], "a conversation is a list of messages."),
         ([], "a conversation is a list of messages."),
@@ -124,10 +122,7 @@ def test_a_table_fills_in_missing_arguments() -> None:
     ("template", "words"),
     [
         ("{% for", "the chat template is not valid Jinja (line 1: "),
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            "rows.jsonl, row 0: the chat template refuses the conversation: roles must alternate",
-        ),
+        ("{{ raise_exception('no') }}", "rows.jsonl, row 0: the chat template refuses the conv"),
     ],
 )
 def test_a_template_that_fails(

@@ -104,12 +104,6 @@ class Guess:
 
 
 class Counter:
-    made = 0
-
-    def __init__(self) -> None:
-        Counter.made += 1
-        self.number = Counter.made
-
     def reset(self, start: int = 0, **columns: Any) -> str | None:
         self.count = start
         self.columns = columns

@@ -1,6 +1,7 @@
 """What users bring as an environment, and what may not be one."""
 
 import asyncio
+import random
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from grpo_cli.environments.adapters import Adapted, Maker, Spec, manner_of
 from grpo_cli.environments.observations import Broken, observed
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError
-from tests.environments import samples
 from tests.environments.messages import calls, says, texts
 from tests.tables import table
 
@@ -106,7 +106,8 @@ def test_several_environments_by_name() -> None:
         Spec(by_name={"g": f"{SAMPLES}:Guess", "c": f"{SAMPLES}:Counter"}, args={"g": {"limit": 2}})
     )
     guess, counter = (maker.make(name) for name in ("g", "c"))
-    assert guess.given.limit == 2
+    asyncio.run(guess.reset({}, 1))
+    assert (guess.given.limit, guess.given.number) == (2, random.Random(1).randrange(2))
     assert names(counter.schemas) == ["increment", "later"]
     asyncio.run(counter.reset({"environment": "c", "other": 1}, 0))
     assert counter.given.columns == {"other": 1}, "without the name"
@@ -140,6 +141,7 @@ class NoDocstring:
 
 
 HERE = "tests.environments.test_adapters"
+GUESS = {"guess": f"{SAMPLES}:Guess"}
 
 
 @table(
@@ -150,11 +152,11 @@ HERE = "tests.environments.test_adapters"
         ({"path": f"{SAMPLES}:Gues"}, "has no class 'Gues'. Did you mean Guess?"),
         ({"path": "nowhere.envs:Guess"}, "environment.path = nowhere.envs:Guess: cannot import"),
         ({"path": "Guess"}, "is no class; give it as my_module:MyClass."),
-        (
-            {"path": f"{SAMPLES}:Guess", "args": {"limits": 3}},
-            "environment.args.limits: tests.environments.samples:Guess takes no such argument; it "
-            "takes limit. Did you mean limit?",
-        ),
+        ({"path": f"{SAMPLES}:Guess", "args": {"limits": 3}}, "environment.args.limits: tests."),
+        ({"path": f"{SAMPLES}:Guess", "args": {"limits": 3}}, "takes limit. Did you mean limit?"),
+        ({"by_name": GUESS, "args": {"guess": 3}}, "environment.args.guess: 3 is no mapping"),
+        ({"by_name": GUESS, "args": {"gues": {}}}, "environment.args.gues: there is no env"),
+        ({"by_name": GUESS, "args": {"guess": {}, "zzz": {}}}, "there is no environment 'zzz'"),
         ({"path": f"{HERE}:NoDocstring"}, "method go: "),
         ({"path": f"{SAMPLES}:Counter", "tool": "later"}, "there are two tools called 'later'"),
         ({"path": f"{HERE}:Shop", "tool": "buy"}, "there are two tools called 'buy'"),
@@ -163,7 +165,7 @@ HERE = "tests.environments.test_adapters"
 def test_what_cannot_be_made(settings: dict[str, Any], says: str) -> None:
     tools = {settings.pop("tool", "times"): f"{SAMPLES}:multiply"}
     with pytest.raises((UserError, Broken)) as error:
-        _ = made(**settings, tools=tools).schemas
+        _ = made(*settings.get("by_name", ()), **settings, tools=tools).schemas
     assert says in str(error.value)
 
 
@@ -234,44 +236,25 @@ def test_the_reward_of_an_episode_is_a_finite_number_or_none() -> None:
             asyncio.run(env.finish())
 
 
+class Town:
+    def reset(self, city: Any) -> Any:
+        return city
+
+
+def returns(**observation: Any) -> dict[str, Any]:
+    return {"in": "reset", "returns": Observation(**observation)}
+
+
 @table(
-    ("row", "returned", "says"),
+    ("path", "row", "says"),
     [
-        ({}, None, "it takes 'city', and the data has none"),
-        ({"city": "Rome"}, 3, "its text: 3 is not a text"),
+        (f"{HERE}:Town", {}, "it takes 'city', and the data has none"),
+        (f"{HERE}:Town", {"city": 3}, "its text: 3 is not a text"),
+        (f"{SAMPLES}:Faulty", returns(done=True), "it returned done=True, and the model has tak"),
+        (f"{SAMPLES}:Faulty", returns(reward=0.0), "it returned the reward 0, and the model has"),
     ],
 )
-def test_a_reset_in_trls_manner_that_does_not_fit(
-    row: dict[str, Any], returned: Any, says: str
-) -> None:
-    class Town:
-        def reset(self, city: str) -> Any:
-            return returned
-
-    samples.Town = Town  # type: ignore[attr-defined]
+def test_a_reset_that_does_not_fit(path: str, row: dict[str, Any], says: str) -> None:
     with pytest.raises(Broken) as error:
-        asyncio.run(made(path=f"{SAMPLES}:Town").reset(row, 0))
+        asyncio.run(made(path=path).reset(row, 0))
     assert says in str(error.value)
-
-
-@table(
-    ("returned", "problem"),
-    [({"done": True}, "it returned done=True"), ({"reward": 0.0}, "it returned the reward 0")],
-)
-def test_a_reset_neither_ends_nor_rewards(returned: dict[str, Any], problem: str) -> None:
-    row = {"in": "reset", "returns": Observation(**returned)}
-    with pytest.raises(Broken, match=f"{problem}, and the model has taken no turn yet"):
-        asyncio.run(made(path=f"{SAMPLES}:Faulty").reset(row, 0))
-
-
-@pytest.mark.parametrize(
-    ("args", "problem"),
-    [
-        ({"guess": 3}, "environment.args.guess: 3 is no mapping"),
-        ({"gues": {"limit": 3}}, "environment.args.gues: there is no environment .*guess"),
-        ({"guess": {}, "zzz": {}}, "environment.args.zzz: there is no environment 'zzz'"),
-    ],
-)
-def test_arguments_by_the_name_of_an_environment(args: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        made("guess", by_name={"guess": f"{SAMPLES}:Guess"}, args=args)

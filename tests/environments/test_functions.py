@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
+from transformers.utils import get_json_schema
 
 from grpo_cli.environments.functions import (
     Functions,
@@ -19,6 +20,7 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
+from tests.environments import samples
 from tests.environments.messages import calls as turn
 from tests.environments.messages import texts
 from tests.tables import table
@@ -41,26 +43,10 @@ def content(name: str, arguments: Any) -> str:
 
 
 def test_the_schema_is_that_of_transformers_under_the_name_of_the_recipe() -> None:
-    tools = load_tools({"times": TOOLS["multiply"]})
-    number = {"type": "integer"}
-    assert Functions(tools).schemas == [
-        {
-            "type": "function",
-            "function": {
-                "name": "times",
-                "description": "Multiplies two numbers.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {
-                        "a": {**number, "description": "the first number."},
-                        "b": {**number, "description": "the second number."},
-                    },
-                    "required": ["a", "b"],
-                },
-                "return": number,
-            },
-        }
-    ]
+    (schema,) = Functions(load_tools({"times": TOOLS["multiply"]})).schemas
+    expected = get_json_schema(samples.multiply)
+    assert schema == {**expected, "function": {**expected["function"], "name": "times"}}
+    assert list(schema["function"]["parameters"]["properties"]) == ["a", "b"]
 
 
 @table(

@@ -21,21 +21,6 @@ pytestmark = pytest.mark.programs
 SECONDS = 1.0  # deadline of calls that hang
 
 
-def test_an_episode(start: Open) -> None:
-    sessions = start("Guess")
-    session = sessions.open("", {}, seed=7)
-    assert texts(session.reset().result(PATIENCE)) == ["Below 32?"]
-    guesses = {i: session.step(says(str(i))).result(PATIENCE) for i in range(32)}
-    (right,) = [i for i, o in guesses.items() if o.reward == 1.0]
-    assert right == random.Random(7).randrange(32), "of its seed"
-    assert guesses[right].done
-    assert {tuple(texts(o)) for i, o in guesses.items() if i < right} <= {("higher",)}
-    assert session.finish().result(PATIENCE).rewards == {}
-    again = sessions.open("", {}, seed=7)
-    again.reset().result(PATIENCE)
-    assert again.step(says(str(right))).result(PATIENCE).done, "the same seed, the same number"
-
-
 def test_many_sessions_share_a_few_workers_and_keep_their_states(start: Open) -> None:
     sessions = start("Counter", workers=2)
     opened = [sessions.open("", {"start": n}, n) for n in range(40)]

@@ -19,6 +19,7 @@ from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.reporting.settings import Hub
 from grpo_cli.training import resume
 from tests.fake_hub import FakeHub
+from tests.programs import until
 from tests.training.test_train import recipe as written
 from tests.training.test_train import trained, weights
 
@@ -73,13 +74,6 @@ def downloaded(server: FakeHub, folder: Path) -> Path:
         (folder / "got" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "got" / name).write_bytes(data)
     return folder / "got" / hub.LAST_CHECKPOINT
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_the_start_creates_what_is_missing(server: FakeHub) -> None:

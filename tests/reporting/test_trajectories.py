@@ -13,8 +13,8 @@ from grpo_cli.reporting.trajectories import trajectory
 from tests.episodes import make_episode
 
 
-def shown(r: Rollout, color: bool = False, **columns: Any) -> str:
-    console = Console(width=100, force_terminal=color, color_system="standard" if color else None)
+def shown(r: Rollout, **columns: Any) -> str:
+    console = Console(width=100, color_system=None)
     sample = replace(Sample.of(r), columns=columns)
     with console.capture() as capture:
         console.print(trajectory(sample), soft_wrap=True)

@@ -24,7 +24,6 @@ from grpo_cli.rewards._answer import (
     read,
 )
 from grpo_cli.rewards.math import math
-from tests.rewards.test_rewards import as_chat
 from tests.tables import rows_of, table
 
 # Each is read as it stands, in a box and announced, and none needs the deadline.
@@ -173,12 +172,6 @@ CASES, ATTACK = rows_of("rewards/math_cases.jsonl"), rows_of("rewards/math_attac
 @table("row", [*CASES, *ATTACK])
 def test_math(row: dict[str, Any]) -> None:
     assert math([row["completion"]], [row["answer"]], **row.get("args", {})) == [row["expected"]]
-
-
-@table("row", CASES[::5])
-def test_math_reads_the_last_message_of_a_chat(row: dict[str, Any]) -> None:
-    found = math([as_chat(row["completion"])], [row["answer"]], **row.get("args", {}))
-    assert found == [row["expected"]]
 
 
 @table("gold", ["???", "\x00\x01", "--", "{", r"\ ", "1" * 1001])

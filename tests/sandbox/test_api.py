@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ import pytest
 
 from grpo_cli.sandbox import Limits, SandboxError, folders, grade, isolation, process, run, sweep
 from grpo_cli.sandbox.temporary_folder import MARK, PREFIX, TMP_VARIABLE
+from tests.programs import until
 from tests.tables import rows_of, table
 
 IS_ROOT = os.geteuid() == 0
@@ -217,32 +217,25 @@ if os.fork() == 0:
 SEEN = 3 if IS_ROOT else 2
 
 
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "waited for 30 s"
-        time.sleep(0.01)
-
-
 @both_levels
 def test_a_sandbox_dies_with_the_worker(worker: Worker, guards: str) -> None:
     worker.ask(f"{WITH_A_DAEMON}\nopen('file', 'w')\ntime.sleep(1000)", guards, 1000.0)
-    wait_until(lambda: len(worker.left_running()) >= SEEN)
+    until(lambda: len(worker.left_running()) >= SEEN)
     assert len(list(worker.boxes.iterdir())) == (guards == "limits")
     assert sweep(str(worker.boxes)) == 0  # it is in use
     worker.close()
-    wait_until(lambda: not worker.left_running() and not list(worker.boxes.iterdir()))
+    until(lambda: not worker.left_running() and not list(worker.boxes.iterdir()))
 
 
 @pytest.mark.programs
 def test_sweep_removes_what_a_killed_sandbox_left(worker: Worker) -> None:
     worker.ask(f"{WITH_A_DAEMON}\nopen('file', 'w')\ntime.sleep(1000)", "limits", 1000.0)
-    wait_until(lambda: len(worker.left_running()) >= SEEN)
+    until(lambda: len(worker.left_running()) >= SEEN)
     os.kill(worker.process.pid, signal.SIGSTOP)
     (keeper,) = (pid for pid in pids() if parent(pid) == worker.process.pid)
     os.kill(keeper, signal.SIGKILL)
     worker.close()
-    wait_until(lambda: keeper not in pids())
+    until(lambda: keeper not in pids())
     assert worker.left_running()  # the daemon
     (worker.boxes / "another").mkdir()
     (worker.boxes / f"{PREFIX}file").touch()
@@ -270,7 +263,7 @@ time.sleep(1000)
         return [pid for pid in pids() if name in command_line(pid)]
 
     worker.ask(hide, "limits", 1000.0)
-    wait_until(left)
+    until(left)
     (keeper,) = (pid for pid in pids() if parent(pid) == worker.process.pid)
     os.kill(keeper, signal.SIGKILL)
     assert worker.answer()["status"] == "lost"

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -38,15 +37,6 @@ from tests.programs import ROOT
 DOCS = ROOT / "docs"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def undocumented(keys: Iterable[str]) -> list[str]:
     """Metrics that docs/metrics.md does not define; NAME there stands for one reward's name."""
     cells = re.findall(r"^\|([^|]*)\|", (DOCS / "metrics.md").read_text("utf-8"), re.MULTILINE)
@@ -78,8 +68,9 @@ def scored_group(**rewards: Reward) -> Group:
 
 
 @pytest.mark.smoke
-def test_tables_are_up_to_date() -> None:
-    make_docs = script("make_docs")
+def test_tables_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    make_docs = importlib.import_module("make_docs")
     assert len(make_docs.TABLES) == 5
     for name, table in make_docs.TABLES.items():
         page = (DOCS / name).read_text("utf-8")

@@ -65,20 +65,14 @@ def test_refused_call(fake: FakeVllm) -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (
-            {"config": CONFIG | {"hidden_size": 64}},
-            "serves another model than the policy, some/model: hidden_size is 64 there and 32 here",
-        ),
-        (
-            {"quantization": "fp8"},
-            r"serves some/model quantized \(fp8\); it cannot take weights that are trained",
-        ),
+        ({"config": CONFIG | {"hidden_size": 64}}, "some/model: hidden_size is 64 there and 32"),
+        ({"quantization": "fp8"}, r"serves some/model quantized \(fp8\); it cannot take weights"),
     ],
     ids=["hidden size", "quantized"],
 )
 def test_unfit_server(fake: FakeVllm, state: dict[str, Any], said: str) -> None:
     fake.state |= state
-    with pytest.raises(UserError, match=f"generation.vllm.servers: {fake.url} {said}"):
+    with pytest.raises(UserError, match=f"generation.vllm.servers: {fake.url} .*{said}"):
         to(fake).greet(CONFIG)
 
 

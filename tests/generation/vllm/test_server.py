@@ -331,24 +331,12 @@ def test_completions_during_an_update(
             assert update.result() == 1
         assert completions.result() == expected(0, 1)
     assert fake.pauses == ["keep" if in_flight else "wait"] * 2
+    assert fake.calls.count("/reset_prefix_cache") == (0 if in_flight else 2), "it is in use"
     fake.complete, fake.versions = toy_completions, lambda: [fake.version]
     assert generated(generator, 1) == expected(1, 1)
 
 
 # Updates.
-
-
-def test_server_dies_in_update(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:
-    said: list[str] = []
-    generator = start(say=said.append)
-    fakes[1].faults["/update_weights"] = fakes[1].die
-    assert updated(generator, model, 1) == 1
-    assert_has_weights(fakes[0], model)
-    (note,) = said
-    assert note.startswith(f"note: server {fakes[1].url}: ")
-    assert "the connection broke" in note
-    assert generated(generator) == expected(step=1)
-    assert updated(generator, model, 2) == 1
 
 
 def test_server_comes_back(fakes: list[FakeVllm], model: PreTrainedModel, start: Start) -> None:

@@ -35,16 +35,6 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert "default-src 'none'" in html
 
 
-def test_the_policy_names_the_script(tmp_path: Path) -> None:
-    import hashlib
-
-    html = made(write_run(tmp_path))
-    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
-    assert len(scripts) == 1
-    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in html
-
-
 def test_texts_of_a_model_are_no_markup(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<b>name</b>", stored=())
     hostile = [completion(1, 0, i, 10, HOSTILE) for i in range(2)]
