@@ -312,7 +312,7 @@ def chain(
             del left[0]
         else:
             assert_same(runs[-1], straight, seed)
-        assert len(runs) <= len(plan), "moments that do not come"
+        assert len(runs) <= 2 * len(plan), "moments that do not come"
     return runs
 
 
