@@ -1,8 +1,8 @@
 """Decides which keys of a checkpoint's stored recipe are trusted, since it can name code.
 
     own run        a run of this user has noted the folder: its recipe is obeyed
-    another's      numbers, booleans and choices are obeyed, and texts by the rule that the flag
-                   `trusted` of their knob names; every other key must have its default value, or
+    another's      numbers, booleans and choices are obeyed, and texts that pass the rule in
+                   their knob's flag `trusted`; every other key must have its default value, or
                    needs trust=true
 
 Notes are empty files in grpo's cache folder. Their names hash the recipe, the model's code and its
@@ -55,7 +55,7 @@ def _never(value: Any, folder: Path) -> bool:
 
 
 def _plain(value: Any, folder: Path) -> bool:
-    """Returns whether a value is numbers and names: no module:function, OWNER/KERNEL or path."""
+    """Returns whether a value has only numbers and words: no module:function and no path."""
     if isinstance(value, list):
         return all(_plain(one, folder) for one in value)
     is_number = value is None or isinstance(value, bool | int | float)
@@ -137,7 +137,7 @@ def _arguments(reward: Any) -> dict[str, Rule]:
 
 # Arguments of shipped rewards whose values need a rule of their own.
 ARGUMENTS = {"guards": _guards, "model": _model, "schema": _schema, "trust_remote_code": _never}
-# The rules that the flag `trusted` of a knob names; those of a mapping are for its entries.
+# Rules by their names in the flag `trusted`. A dictionary has a rule for each entry of a mapping.
 RULES: dict[str, Any] = {
     "anything": _anything, "never": _never, "plain": _plain, "model": _model, "data": _data,
     "template": _template, "json": _json_text, "guards": _guards, "class": _class,

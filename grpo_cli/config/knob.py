@@ -99,7 +99,7 @@ def knob(default: Any, doc: str, *, kind: type | None = None, **settings: Any) -
 at_least_0 = partial(knob, ge=0)
 at_least_1 = partial(knob, ge=1)
 above_0 = partial(knob, gt=0)
-# Texts that name no file, code or address; single names and numbers, which cannot name one.
+# `text` is for strings that name no file, code or address, `plain` for words and numbers.
 text = partial(knob, trusted="anything")
 plain = partial(knob, trusted="plain")
 

@@ -56,8 +56,8 @@ class Recipe(RunSettings):
     )
     rollout: str | None = knob(
         None,
-        "Function that makes the rollouts, as my_module:my_function; null: the model and its "
-        "tools or environment take turns.",
+        "Function or subclass of Rollouter that makes the rollouts, as my_module:my_function; "
+        "null: the model and its tools or environment take turns.",
         rows="own",
         decides="completions",
     )

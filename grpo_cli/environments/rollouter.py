@@ -63,7 +63,7 @@ class Rollouter:
 
     @classmethod
     def make(cls, setup: RolloutSetup) -> Rollouter:
-        """Returns it for the recipe's own prompts, or raises a UserError if it cannot be made."""
+        """Makes the rollouter of the recipe's own prompts; raises a UserError if it cannot."""
         return cls()
 
     @contextmanager
