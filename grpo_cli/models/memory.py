@@ -23,6 +23,7 @@ T = TypeVar("T")
 SMALLEST = 256  # minimum of a measured micro-batch in tokens, and the value before that
 # Larger micro-batches do not make a step faster once all cores or multiprocessors are busy.
 LARGEST = {"cpu": 2048, "mps": 4096, "cuda": 32768}
+LARGEST_BYTES = {"cpu": 1.5 * 2**30}  # of their activations, since a laptop has little memory
 MOST_ROWS = {"cpu": 256, "mps": 256, "cuda": 512}
 CGROUP = Path("/sys/fs/cgroup")  # the container's limits
 SHARE = 0.4  # share of free memory for saved activations; backward needs more on top
@@ -150,8 +151,9 @@ def tokens_that_fit(device: torch.device, bytes_per_token: float, *, state_to_co
 
 
 def tokens_in(free: float, device_type: str, bytes_per_token: float) -> int:
-    """Returns the micro-batch tokens whose activations take `SHARE` of `free` bytes."""
-    fitting = SHARE * max(free, 0) / max(bytes_per_token, 1.0)
+    """Returns the micro-batch tokens whose activations take at most `SHARE` of `free` bytes."""
+    most = min(SHARE * max(free, 0), LARGEST_BYTES.get(device_type, math.inf))
+    fitting = most / max(bytes_per_token, 1.0)
     largest = LARGEST.get(device_type, LARGEST["cpu"])
     return min(max(1 << max(int(fitting), 1).bit_length() - 1, SMALLEST), largest)
 
@@ -186,9 +188,8 @@ def most_rows(model: PreTrainedModel) -> int:
 def free_memory(device: torch.device) -> int:
     """Returns the bytes that this process may still allocate."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + unused)
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
     free = min(psutil.virtual_memory().available, _free_in_cgroup())
     return int(free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -225,7 +226,5 @@ def _free_in_cgroup() -> float:
 def own_part(weight: Tensor) -> Tensor:
     """Returns this process's shard of a weight, or the weight itself if it is not sharded."""
     part = getattr(weight.detach(), "to_local", None)  # a DTensor
-    if part is None:
-        return weight
-    own: Tensor = part()
+    own: Tensor = weight if part is None else part()
     return own

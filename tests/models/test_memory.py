@@ -36,9 +36,9 @@ def has_free(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     [
         (10 * MB, 4000, 512),  # 0.4 · 10 MB / 4 kB = 1000
         (10_240_000, 4000, 1024),  # 1024
-        (1 * MB, 4000, 256),  # 100: the smallest
-        (-5 * MB, 4000, 256),
+        (-5 * MB, 4000, 256),  # the smallest
         (10**12, 4000, 2048),  # the largest of a CPU
+        (10**12, 2**20, 1024),  # at most 1.5 GiB of activations
         (10_240_000, 0.0, 2048),  # a model that keeps nothing
     ],
 )
