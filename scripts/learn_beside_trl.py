@@ -1,11 +1,14 @@
 """Trains the real chat model on sums with grpo and with TRL, and compares their learning curves.
 
-    .venv-bench/bin/python scripts/learn_beside_trl.py OUT --losses dapo grpo --seeds 0 1 2
+    for loss in dapo grpo; do for side in ours trl; do for seed in 0 1 2; do
+    .venv-bench/bin/python scripts/learn_beside_trl.py OUT --loss $loss --side $side --seed $seed
+    done; done; done
+    .venv/bin/python scripts/learn_beside_trl.py OUT --picture CURVES.svg
 
 Both sides get the model, rows, reward, loss, learning rate and batch of recipe=chat_sums. Every
-fifth step, the held-out sums are answered greedily. OUT gets a file for each run; a run whose file
-is there is not made again. The table at the end has the mean of the seeds, its 95 % interval (t
-distribution), and the seconds of training, without evaluation.
+fifth step, the held-out sums are answered greedily. OUT gets a file for each run. The picture has
+the means of the seeds and their 95 % intervals (t distribution), over steps and over the minutes of
+training, without evaluation; the figures are printed.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ Point = tuple[int, float, float]  # step, seconds of training until then, held-o
 def train_ours(args: argparse.Namespace, scratch: Path) -> list[Point]:
     """Trains with `grpo train`; returns the evaluations."""
     words = (
-        f"recipe=chat_sums model.path={args.model} loss={args.losses[0]} seed={args.seeds[0]} "
+        f"recipe=chat_sums model.path={args.model} loss={args.loss} seed={args.seed} "
         f"steps={args.steps} mixed_precision={args.precision} eval.every={EVERY} "
         f"checkpoint.every=0 log.report=false overwrite=true output_dir={scratch}"
     )
@@ -105,13 +107,13 @@ def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
             self.begin = time.monotonic()
 
     config = GRPOConfig(
-        output_dir=str(scratch), seed=args.seeds[0], max_steps=args.steps, learning_rate=RATE,
+        output_dir=str(scratch), seed=args.seed, max_steps=args.steps, learning_rate=RATE,
         per_device_train_batch_size=PROMPTS * COMPLETIONS // PARTS,
         gradient_accumulation_steps=PARTS, num_generations=COMPLETIONS,
         max_completion_length=TOKENS, temperature=1.0, lr_scheduler_type="cosine",
         model_init_kwargs={"dtype": "float32"}, bf16=args.precision == "bf16",
         gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), save_strategy="no",
-        logging_steps=1, report_to=[], disable_tqdm=True, **LOSSES[args.losses[0]],
+        logging_steps=1, report_to=[], disable_tqdm=True, **LOSSES[args.loss],
     )  # fmt: skip
     GRPOTrainer(
         model=args.model, reward_funcs=reward, args=config, processing_class=tokenizer,
@@ -120,23 +122,34 @@ def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
     return points
 
 
-def table(out: Path, losses: list[str], sides: list[str]) -> str:
-    """Returns a Markdown table: a row for each loss, side and evaluated step."""
-    lines = ["| loss | side | step | seconds | seeds | mean |", "| --- " * 6 + "|"]
-    for loss in losses:
-        for side in sides:
-            runs = [json.loads(f.read_text()) for f in sorted(out.glob(f"{loss}-{side}-*.json"))]
-            for points in zip(*runs, strict=True):
-                found = [accuracy for _, _, accuracy in points]
-                mean, seconds = statistics.mean(found), statistics.mean(p[1] for p in points)
-                text = f"{mean:.3f}"
-                if half := T.get(len(found), 0) / len(found) ** 0.5:
-                    half *= statistics.stdev(found)
-                    text += f" [{max(mean - half, 0):.3f}, {min(mean + half, 1):.3f}]"
-                each = " ".join(f"{accuracy:.3f}" for accuracy in found)
-                cells = (loss, side, str(points[0][0]), f"{seconds:.0f}", each, text)
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def means(out: Path, loss: str, side: str) -> list[tuple[int, float, list[float], float, float]]:
+    """Returns step, mean seconds, accuracies, their mean and half its interval, by evaluation."""
+    runs = [json.loads(f.read_text()) for f in sorted(out.glob(f"{loss}-{side}-*.json"))]
+    found = []
+    for points in zip(*runs, strict=True):
+        each = [accuracy for _, _, accuracy in points]
+        half = T[len(each)] * statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0
+        seconds = statistics.mean(point[1] for point in points)
+        found.append((points[0][0], seconds, each, statistics.mean(each), half))
+    return found
+
+
+def draw(out: Path, file: Path) -> None:
+    """Draws accuracy over steps and over minutes, and prints it; a bar is the mean's interval."""
+    from matplotlib import pyplot
+
+    size: Any = {"figsize": (8, 2.6 * len(LOSSES)), "layout": "tight"}
+    figure, rows = pyplot.subplots(len(LOSSES), 2, sharey=True, **size)
+    for loss, axes in zip(LOSSES, rows, strict=True):
+        axes[0].set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+        axes[1].set(xlabel="minutes of training")
+        for side, label in (("ours", "grpo"), ("trl", "TRL")):
+            steps, seconds, seeds, middle, half = zip(*means(out, loss, side), strict=True)
+            for axis, x in zip(axes, (steps, [s / 60 for s in seconds]), strict=True):
+                axis.errorbar(x, middle, half, marker="o", capsize=3, label=label)
+            print(loss, label, *zip(steps, seconds, seeds, middle, half, strict=True), sep="\n")
+        axes[0].legend(title=f"loss={loss}", loc="lower right")
+    figure.savefig(file)
 
 
 def main() -> None:
@@ -144,37 +157,21 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder of the results")
-    parser.add_argument("--losses", nargs="+", default=["dapo", "grpo"], choices=LOSSES)
-    parser.add_argument("--sides", nargs="+", default=["ours", "trl"], choices=("ours", "trl"))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--loss", default="dapo", choices=LOSSES)
+    parser.add_argument("--side", default="ours", choices=("ours", "trl"))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", default="bf16", choices=("bf16", "no"))
     parser.add_argument("--model", default=str(real_model.folder()))
-    parser.add_argument("--runs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--here", action="store_true", help="make one run in this process")
+    parser.add_argument("--picture", type=Path, help="draw the runs in OUT, and train nothing")
     args = parser.parse_args()
-    if args.here:
-        name = f"{args.losses[0]}-{args.sides[0]}-{args.seeds[0]}"
-        make = train_ours if args.sides[0] == "ours" else train_trl
-        points = make(args, args.out / "runs" / name)
-        (args.out / f"{name}.json").write_text(json.dumps(points))
+    if args.picture:
+        draw(args.out, args.picture)
         return
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
-
-    def run(job: tuple[str, int, str]) -> None:
-        loss, seed, side = job
-        if not (args.out / f"{loss}-{side}-{seed}.json").exists():
-            chosen = f"--losses {loss} --sides {side} --seeds {seed} --here --steps {args.steps}"
-            command = [sys.executable, __file__, str(args.out), *chosen.split()]
-            command += ["--precision", args.precision, "--model", args.model]
-            with (args.out / f"{loss}-{side}-{seed}.log").open("w") as log:
-                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-
-    jobs = [(loss, n, side) for loss in args.losses for n in args.seeds for side in args.sides]
-    with ThreadPoolExecutor(args.runs) as pool:
-        done = pool.map(run, jobs)
-    print(table(args.out, args.losses, args.sides))
-    list(done)  # raises if a run failed
+    name = f"{args.loss}-{args.side}-{args.seed}"
+    points = (train_ours if args.side == "ours" else train_trl)(args, args.out / "runs" / name)
+    (args.out / f"{name}.json").write_text(json.dumps(points))
 
 
 if __name__ == "__main__":
