@@ -481,7 +481,7 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, Any]]:
         line = rows.line(number)
         try:
             solution: Any = fill(config.solution, row)
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise UserError(f"dataset.solution: row {line}: {error}.") from error
         if column is not None and isinstance(row[column], list):
             where = f"{rows.source}, row {line}, {column}"

@@ -293,6 +293,9 @@ def test_solution_pairs() -> None:
     settings = Dataset(prompt="{question}", solution="{work} #### {answer}")
     given = rows({"question": "1+1=", "work": "one more", "answer": 2})
     assert list(solution_pairs(given, settings)) == [("1+1=", "one more #### 2")]
+    for work in (None, {}):
+        with pytest.raises(UserError, match=r"dataset\.solution: row 0: "):
+            [*solution_pairs(rows({"question": "a", "m": work}), Dataset(solution="{m[s]}"))]
 
 
 def test_a_solution_may_be_the_rest_of_a_conversation() -> None:
