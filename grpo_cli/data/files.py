@@ -208,9 +208,14 @@ def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
 
 def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
     import datasets
+    from pyarrow import parquet
 
     if len(paths) > 1:
         _check_parquet(paths, key, source)
+    with reading(f"{key} = {source}"):  # `datasets` cannot read a file without rows
+        paths = [path for path in paths if parquet.read_metadata(path).num_rows]
+    if not paths:
+        raise UserError(f"{key} = {source}: the data set is empty.")
     datasets.disable_progress_bars()
     # The loaders log the errors that they also raise.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL + 1)
@@ -219,8 +224,6 @@ def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
         return datasets.load_dataset("parquet", data_files=names, split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = reason(error.__cause__ or error)
-        if "corresponds to no data" in cause:
-            raise UserError(f"{key} = {source}: the data set is empty.") from error
         raise UserError(f"{key} = {source}: cannot be read: {cause}.") from error
 
 

@@ -250,6 +250,13 @@ def test_an_empty_file_among_others_is_named(tmp_path: Path) -> None:
     assert message(tmp_path).endswith(f"{tmp_path}/b.jsonl: the data set is empty.")
 
 
+def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"question": ["a"]}).select([]).to_parquet(tmp_path / "b.parquet")
+    assert message(tmp_path / "b.parquet").endswith("b.parquet: the data set is empty.")
+    datasets.Dataset.from_dict({"question": ["a"]}).to_parquet(tmp_path / "a.parquet")
+    assert load(tmp_path) == [{"question": "a"}]
+
+
 def test_a_pattern_is_stored_with_an_absolute_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
