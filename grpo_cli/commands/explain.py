@@ -64,12 +64,13 @@ def one(values: dict[str, Any], composition: Composition, key: str) -> Iterator[
     field = entry[0] if entry is not None and not entry[1] else KNOBS.get(key)
     if field is None and key not in values:
         raise UserError(parsing.no_such_key(key))
-    yield f"{key} = {written(values.get(key, {}))}\n"
+    last, *before = reversed(composition.origins(key))
+    unset = {} if last.value is NOTHING else last.value  # of an entry that the recipe does not have
+    yield f"{key} = {written(values.get(key, unset))}\n"
     if field is not None:
         doc = textwrap.fill(field.metadata["doc"], 96, break_on_hyphens=False)
         yield textwrap.indent(doc, "  ")
         yield f"  takes        {expected(field)}{' or null' if 'None' in str(field.type) else ''}\n"
-    last, *before = reversed(composition.origins(key))
     yield f"  set by       {last.place}: {written(last.value)}"
     for origin in (o for o in before if o.value is not NOTHING):
         yield f"  in place of  {origin.place}: {written(origin.value)}"

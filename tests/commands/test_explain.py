@@ -24,6 +24,8 @@ def test_a_knob(grpo: Grpo) -> None:
         f"  in place of  recipes/loss/dapo.yaml, line {EPSILON_HIGH}: 0.28\n"
         "  in place of  default: null\n"
     )
+    assert explain(grpo, "reward.math.weight").startswith("reward.math.weight = 1.0\n")
+    assert explain(grpo, "reward").startswith("reward = {}\n")
 
 
 def test_a_section_and_entries(grpo: Grpo) -> None:
