@@ -169,6 +169,7 @@ def solved(
     try:
         if journal is not None and journal.found:
             reporter.say(f"resumes: {journal.found:,} problems are already complete")
+            bar.start_at(journal.found)
         return evaluator.run(
             lambda done, text: bar.update(done, text), journal=journal, keep_groups=True
         )
