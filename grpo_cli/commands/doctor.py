@@ -36,6 +36,7 @@ from grpo_cli.config import parsing, sources
 from grpo_cli.config.command_line import DEFAULT_RECIPE, as_words, recipe_files
 from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.interpolation import SECRET, publishable
+from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
 from grpo_cli.errors import TrainingError, UserError, first_line, nearest, typed_line
@@ -350,8 +351,8 @@ def _not_cached(recipe: Recipe) -> Iterator[Line]:
         if not isinstance(config, str) or not any(Path(config).parent.glob("*.safetensors")):
             yield Line("model.path", f"{path} is not cached", status, f"hf download {path}")
     named = {"dataset.train": dataset.train, "dataset.eval": dataset.eval}
-    for group, parts in (("dataset.mixture", dataset.mixture), ("benchmark", recipe.benchmark)):
-        named |= {f"{group}.{name}.data": part.data for name, part in parts.items()}
+    for group in ("dataset.mixture", "dataset.held_out", "benchmark"):
+        named |= {f"{group}.{name}.data": p.data for name, p in value_at(recipe, group).items()}
     for source, key in {source: key for key, source in named.items() if source}.items():
         local = sources.local_path(source)
         folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.replace('/', '--')}"

@@ -10,7 +10,7 @@ from grpo_cli import cli, sandbox
 from grpo_cli.commands import doctor
 from grpo_cli.commands.doctor import BROKEN, NOTE, OK, Line
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.data.settings import Dataset
+from grpo_cli.data.settings import Dataset, HeldOut
 from grpo_cli.models.settings import Adapter, Model, Optimizer
 from grpo_cli.reporting.settings import Hub
 from grpo_cli.scoring.settings import Reward
@@ -87,6 +87,12 @@ def recipe(**changes: Any) -> Recipe:
         ({"model": Model(path="./no")}, "model.path", BROKEN, "there is no such folder"),
         ({"dataset": Dataset(train="no/rows")}, "dataset.train", NOTE, "no/rows is not cached"),
         ({"dataset": Dataset(train="no.jsonl")}, "dataset.train", BROKEN, "no such file"),
+        (
+            {"dataset": Dataset(held_out={"a": HeldOut("no.jsonl")})},
+            "dataset.held_out.a.data",
+            BROKEN,
+            "no such file",
+        ),
         ({"reward": {"x": Reward("mth")}}, "reward.x", BROKEN, "there is no reward 'mth'"),
         ({"hub": Hub(repo="a/b")}, "hub", BROKEN, "no token"),
         ({"reward": {"c": Reward("code")}}, "reward.c.args.guards", BROKEN, "none works"),
