@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.checkpoints.paths import shown
+from grpo_cli.checkpoints.paths import shown, step_of
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.errors import UserError
@@ -92,9 +92,8 @@ def write(runs: Sequence[RunFolder], path: Path, completions: int) -> tuple[Path
 def compare(first: RunFolder, second: RunFolder) -> dict[str, Any]:
     """Returns the differences of two runs: knobs, and evaluations of the same held-out problems."""
     found: dict[str, Any] = {"recipe": facts.listed(first.recipe, second.recipe)}
-    evaluations = [run.evaluations() for run in (first, second)]
-    lacking = [run.path.name for run in (first, second) if not run.evaluations()]
-    if lacking:
+    evaluations = [[p for p in r.evaluations() if step_of(p) >= 0] for r in (first, second)]
+    if lacking := [r.path.name for r, e in zip((first, second), evaluations, strict=True) if not e]:
         return found | {
             "why": "Paired by problem only where both runs have been evaluated by grpo eval RUN; "
             f"not evaluated: {' and '.join(lacking)}."
@@ -103,7 +102,7 @@ def compare(first: RunFolder, second: RunFolder) -> dict[str, Any]:
 
     from grpo_cli.evaluation import compare
 
-    one, other = (e[-1] for e in evaluations)  # the newest
+    one, other = (e[-1] for e in evaluations)  # the newest of the held-out rows
     try:
         paired = compare.compare(one, other, Console(file=io.StringIO()))
     except UserError as error:

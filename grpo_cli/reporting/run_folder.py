@@ -17,6 +17,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,15 @@ class RunFolder:
         """Returns the path of the file of a step's completions."""
         return self.path / "completions" / f"step-{step}.parquet"
 
-    def evaluations(self) -> list[Path]:
-        """Returns the folders that `grpo eval` has written for the run's checkpoints, in order."""
-        found = [path.parent for path in self.path.glob("eval/step-*/eval.json")]
-        return sorted(found, key=step_of)
+    def evaluations(self) -> dict[Path, int]:
+        """Returns the folders that `grpo eval` has written, in order, each with its step.
+
+        A folder of an earlier evaluation that was moved aside, such as step-3_1, is left out.
+        """
+        found = sorted(path.parent for path in self.path.glob("eval/step-*/**/eval.json"))
+        new = [p for p in found if p.with_name(re.sub(r"_\d+$", "", p.name)) not in {*found} - {p}]
+        steps = {p: step_of(Path(p.relative_to(self.path).parts[1])) for p in new}
+        return dict(sorted(steps.items(), key=itemgetter(1)))
 
     @property
     def is_running(self) -> bool | None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.config.compose import shipped
 from grpo_cli.config.interpolation import publishable, publishable_command
 from grpo_cli.config.keys import KNOBS
@@ -43,7 +42,7 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
         "summary": publishable(summary),
         "before": (summary or status).get("before"),
         "evaluations": [
-            entry for path in run.evaluations() for entry in evaluation(path, step_of(path))
+            entry for path, step in run.evaluations().items() for entry in evaluation(path, step)
         ],
         "measure": "reward" if any("eval/graded" in line for line in evaluated) else "accuracy",
         "rewards": {n: (e or {}).get("weight", 1.0) for n, e in rewards(recipe).items()},
@@ -74,12 +73,11 @@ def evaluation(folder: Path, step: int) -> Iterator[dict[str, Any]]:
     report = read_json(folder / "eval.json")
     for name, entry in report.get("benchmarks", {}).items():
         found = entry if isinstance(entry, Mapping) else {}
-        modes = {m: e for m, e in found.items() if isinstance(e, Mapping) and "accuracy" in e}
-        for mode, numbers in (modes or {"": found}).items():
+        for mode, numbers in found.get("by_mode", {"": found}).items():
             yield {
                 "step": step,
                 "name": f"{name} ({mode})" if mode else name,
-                "n": numbers.get("n", found.get("n")),
+                "n": numbers.get("n"),
                 "accuracy": numbers.get("accuracy"),
                 "interval": numbers.get("interval_95"),
                 "reward": numbers.get("reward"),

@@ -36,10 +36,11 @@ def test_a_run_that_has_ended_early(folder: Path, noted: str, expected: str) -> 
 
 def test_evaluations_of_checkpoints(folder: Path) -> None:
     numbers = {"n": 4, "accuracy": 0.5, "interval_95": [0.2, 0.8], "reward": 0.5}
-    path = folder / "eval" / "step-3"
-    path.mkdir(parents=True)
-    entries = {"plain": numbers, "modes": {"cot": numbers, "tir": numbers, "data": "x"}}
-    write_json(path / "eval.json", {"benchmarks": entries})
+    by_mode = {**numbers, "mode": "cot", "by_mode": {"cot": numbers, "tir": numbers}}
+    for name, entry in (("", numbers), ("_1", numbers), ("/modes", by_mode), ("/modes_1", by_mode)):
+        path = folder / "eval" / f"step-3{name}"
+        path.mkdir(parents=True)
+        write_json(path / "eval.json", {"benchmarks": {"modes" if "m" in name else "plain": entry}})
     found = facts.of_run(RunFolder.open(folder), [])["evaluations"]
     assert [e["name"] for e in found] == ["plain", "modes (cot)", "modes (tir)"]
     assert found[0] == {
