@@ -98,7 +98,7 @@ starts from `chat`, for which a model, rows and a reward have to be given.
   dataset.train=ROWS                    Hub name, .jsonl, .csv or .parquet file
   dataset.eval=ROWS                     Held-out rows
   reward.NAME.function=MODULE:FUNCTION  Your reward, or reward=[math]
-  steps=100                             Optimizer steps, or epochs=N
+  steps=100                             Batches of completions, or epochs=N
   prompts_per_step=16                   Prompts of a step, over all processes
   generation.num_generations=8          Completions of each prompt
   generation.max_completion_tokens=256  Length limit of a completion
