@@ -138,8 +138,7 @@ def split_words(argv: Sequence[str]) -> tuple[SlurmOptions, list[str]]:
     return settings, rest
 
 
-def _check_together(settings: SlurmOptions) -> None:
-    s = settings
+def _check_together(s: SlurmOptions) -> None:
     if s.gpus_per_node is None:
         raise UserError("gpus_per_node: say how many GPUs a node has; 0: train on CPUs.")
     if s.gpus_per_node and s.processes_per_node is not None:

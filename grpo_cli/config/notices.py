@@ -13,8 +13,7 @@ LOST_IN_BFLOAT16 = 1e-4
 
 def notices(recipe: Recipe) -> Iterator[str]:
     """Yields a line about each such setting."""
-    loss, g = recipe.loss, recipe.generation
-    optimizer = recipe.optimizer
+    loss, g, optimizer = recipe.loss, recipe.generation, recipe.optimizer
     if recipe.steps > 1 and optimizer.warmup_steps >= recipe.steps:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps}: the warm-up is longer than the "

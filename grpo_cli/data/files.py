@@ -210,11 +210,9 @@ def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
     import datasets
     from pyarrow import parquet
 
-    if len(paths) > 1:
-        _check_parquet(paths, key, source)
-    with reading(f"{key} = {source}"):  # `datasets` cannot read a file without rows
-        paths = [path for path in paths if parquet.read_metadata(path).num_rows]
-    if not paths:
+    _check_parquet(paths, key, source)
+    # `datasets` cannot read a file without rows.
+    if not (paths := [path for path in paths if parquet.read_metadata(path).num_rows]):
         raise UserError(f"{key} = {source}: the data set is empty.")
     datasets.disable_progress_bars()
     # The loaders log the errors that they also raise.

@@ -147,9 +147,8 @@ def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
         path = local_path(source)
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
-    if path is None:
-        return files.undecoded(load_hub(source, subset, split, key))
-    return files.undecoded(load_local(path, subset, split, key))
+    table = load_local(path, subset, split, key) if path else load_hub(source, subset, split, key)
+    return files.undecoded(table)
 
 
 def first_rows(table: Any, limit: int | None, source: str, key: str) -> Any:

@@ -86,8 +86,6 @@ class Trackers:
         """
         known = dict(self.ids)
         for name in self.config.backend:
-            if name == "none":
-                continue
             try:
                 tracker = _started(name, self.config, folder, settings, known.get(name))
                 self._live[name] = tracker
@@ -181,8 +179,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             out |= _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, bool | int | float | str):
-            out[prefix + key] = value
         else:
-            out[prefix + key] = str(value)
+            out[prefix + key] = value if isinstance(value, int | float | str) else str(value)
     return out
