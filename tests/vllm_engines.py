@@ -55,19 +55,11 @@ def make_model(
 ) -> PreTrainedModel:
     """A random Qwen2 whose distributions are far from uniform, so that a change shows."""
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=positions,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=positions, vocab_size=len(tokenizer),
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=tied, initializer_range=0.2,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return Qwen2ForCausalLM(config)

@@ -65,8 +65,8 @@ def one(values: dict[str, Any], composition: Composition, key: str) -> Iterator[
     if field is None and key not in values:
         raise UserError(parsing.no_such_key(key))
     last, *before = reversed(composition.origins(key))
-    unset = {} if last.value is NOTHING else last.value  # of an entry that the recipe does not have
-    yield f"{key} = {written(values.get(key, unset))}\n"
+    # `values` lacks the knobs of an entry that the recipe does not have.
+    yield f"{key} = {written(values.get(key, {} if last.value is NOTHING else last.value))}\n"
     if field is not None:
         doc = textwrap.fill(field.metadata["doc"], 96, break_on_hyphens=False)
         yield textwrap.indent(doc, "  ")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
@@ -178,15 +177,6 @@ def test_every_cell_of_the_table(
     assert "own tir" in out
     assert (tmp_path / "out" / "table.md").read_text().splitlines()[0] == "| Model | own |"
     assert not (tmp_path / "out" / "partial").exists()
-
-
-def test_the_time_left_of_a_resumed_evaluation_leaves_out_what_was_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bar, journal, evaluator = Mock(), Mock(found=8), Mock(problems=10)
-    monkeypatch.setattr(evaluation_run, "Bar", lambda *args: bar)
-    evaluation_run.solved(evaluator, journal, Mock(), "eval")
-    bar.start_at.assert_called_once_with(8)
 
 
 @pytest.mark.programs

@@ -25,7 +25,7 @@ def test_a_knob(grpo: Grpo) -> None:
         "  in place of  default: null\n"
     )
     assert explain(grpo, "reward.math.weight").startswith("reward.math.weight = 1.0\n")
-    assert explain(grpo, "reward").startswith("reward = {}\n")
+    assert explain(grpo, "benchmark").startswith("benchmark = {}\n")
 
 
 def test_a_section_and_entries(grpo: Grpo) -> None:

@@ -262,13 +262,9 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300,
+    )  # fmt: skip
     base, folder, words = tmp_path / "base", tmp_path / "adapter", tmp_path / "words"
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(base)
     tokenizer.save_pretrained(words)

@@ -72,11 +72,8 @@ def test_stages_that_a_recipe_can_have() -> None:
     plain = ["generate", "reward", "forward_backward", "optimizer", "weights"]
     assert possible_stages(recipe(), reference=False, processes=1) == plain
     assert possible_stages(recipe(), False, processes=2) == [*plain, "idle"]
-    assert possible_stages(recipe(), reference=True, processes=1) == [
-        *plain[:2],
-        "ref_logprobs",
-        *plain[2:],
-    ]
+    with_reference = [*plain[:2], "ref_logprobs", *plain[2:]]
+    assert possible_stages(recipe(), reference=True, processes=1) == with_reference
     several: list[dict[str, object]] = [
         {"update": {"num_iterations": 2}},
         {"update": {"minibatches": 2}},

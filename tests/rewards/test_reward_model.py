@@ -29,6 +29,12 @@ def _forget() -> Iterator[None]:
     module._load.cache_clear()
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "initializer_range": 0.5,
+}  # fmt: skip
+
+
 def save_qwen(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -40,13 +46,9 @@ def save_qwen(
 ) -> str:
     config = transformers.Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **SMALL,
         num_key_value_heads=1,
         max_position_embeddings=positions,
-        initializer_range=0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
@@ -77,15 +79,7 @@ def bert(tmp_path: Path) -> str:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     config = transformers.BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=24,
-        initializer_range=0.5,
-        num_labels=1,
-        pad_token_id=0,
+        vocab_size=len(words), max_position_embeddings=24, num_labels=1, pad_token_id=0, **SMALL
     )
     folder = tmp_path / "bert"
     with torch.random.fork_rng(devices=[]):

@@ -70,6 +70,11 @@ def named(is_asked: Callable[[str], bool]) -> pytest.MarkDecorator:
     )
 
 
+def each_block(language: str) -> pytest.MarkDecorator:
+    cases = [(page.name, text) for page in PAGES for text in blocks(page, language)]
+    return pytest.mark.parametrize(("page", "text"), cases, ids=lambda v: v[:30])
+
+
 def write_named_files(folder: Path) -> None:
     """Writes the files that the pages take as given: data, modules and recipes of the user."""
     for page in PAGES:
@@ -136,11 +141,7 @@ def test_every_recipe_on_a_page_composes(
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(
-    ("page", "text"),
-    [(page.name, text) for page in PAGES for text in blocks(page, "yaml")],
-    ids=lambda v: v[:30],
-)
+@each_block("yaml")
 def test_every_yaml_block_composes(
     page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,21 +189,17 @@ def test_every_other_command_on_a_page_runs(
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(
-    ("page", "code"),
-    [(page.name, code) for page in PAGES for code in blocks(page, "python")],
-    ids=lambda v: v[:30],
-)
+@each_block("python")
 def test_every_python_block_runs(
-    page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each on its own, with the values that its comments give; only the hub is not asked."""
     monkeypatch.chdir(tmp_path)
-    for package in re.findall(r"^(?:from|import) (skyrl_gym|openenv)", code, re.MULTILINE):
+    for package in re.findall(r"^(?:from|import) (skyrl_gym|openenv)", text, re.MULTILINE):
         pytest.importorskip(package)  # packages of others, which grpo does not install
     config = transformers.AutoConfig.for_model("qwen2")
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda _: config)
     names: dict[str, Any] = {"__name__": page}
-    exec(compile(code, page, "exec"), names)
-    for expression, value in re.findall(r"^(.+?)  # (\(.*\))$", code, re.MULTILINE):
+    exec(compile(text, page, "exec"), names)
+    for expression, value in re.findall(r"^(.+?)  # (\(.*\))$", text, re.MULTILINE):
         assert eval(expression, names) == eval(value), page
