@@ -20,10 +20,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
     from grpo_cli.images import StoredImage
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 R = TypeVar("R", bound="Rollout")
+R_co = TypeVar("R_co", bound="Rollout", covariant=True, default="Rollout")
 
 
 @dataclass(frozen=True)
@@ -221,15 +223,18 @@ class WeightedSample(TrainingSample):
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Generic[R_co]):
     """All rollouts of one prompt; `prompt_index` counts the prompts of the run."""
 
     prompt_index: int
     prompt: Prompt
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[R_co]
 
 
-def regrouped(groups: Sequence[Group], rollouts: Iterable[Rollout]) -> list[Group]:
+TrainingGroup = Group[TrainingSample]
+
+
+def regrouped(groups: Sequence[Group], rollouts: Iterable[R]) -> list[Group[R]]:
     """Returns the groups with other rollouts, which are given in the same order."""
     rest = iter(rollouts)
     return [Group(g.prompt_index, g.prompt, [next(rest) for _ in g.rollouts]) for g in groups]

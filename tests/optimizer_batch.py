@@ -223,7 +223,7 @@ def all_gradients(
         own.sort(key=lambda g: [mine.prompt_index for mine in groups].index(g.prompt_index))
         step = Step(run, 0, recipe, Clock(workers.device))
         step.keep(StepBatch(own, dict(rollout_stats(every)), {}))
-        metrics = loop.update_policy(run, step)
+        metrics = loop.update_policy(run, step, own)
         found[name] = (gradients[0], metrics)
     return found
 

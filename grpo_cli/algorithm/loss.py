@@ -19,13 +19,7 @@ from grpo_cli.algorithm.batch import Batch
 from grpo_cli.algorithm.kl import ESTIMATORS, k3
 from grpo_cli.algorithm.load_balancing import ExpertLoad, Routing
 from grpo_cli.algorithm.losses import loss_function, rows_that_train
-from grpo_cli.algorithm.metric_sums import (
-    MaskedSum,
-    MetricSums,
-    Reduce,
-    ReducedMetrics,
-    masked_sum,
-)
+from grpo_cli.algorithm.metric_sums import MaskedSum, MetricSums, Reduce, ReducedMetrics, masked_sum
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, parameters, traits_of
 from grpo_cli.errors import TrainingError

@@ -37,14 +37,7 @@ from transformers import PreTrainedModel
 from grpo_cli.checkpoints import manifest, model_folder, provenance, shards
 from grpo_cli.checkpoints.manifest import Entry
 from grpo_cli.checkpoints.model_folder import Processing
-from grpo_cli.checkpoints.paths import (
-    KEPT,
-    PARTIAL,
-    REPLACED,
-    STATE,
-    TRAINING,
-    remove,
-)
+from grpo_cli.checkpoints.paths import KEPT, PARTIAL, REPLACED, STATE, TRAINING, remove
 from grpo_cli.checkpoints.retention import being_written, keep_model_only, make_room, remove_torn
 from grpo_cli.checkpoints.shards import Parts, Piece, Shards
 from grpo_cli.distributed import heartbeat

@@ -19,14 +19,7 @@ from grpo_cli.config import parsing, sources
 from grpo_cli.config.command_line import split_options
 from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.words import (
-    RECIPE_KEYS,
-    check_recipe_words,
-    described,
-    parse,
-    split,
-    unknown,
-)
+from grpo_cli.config.words import RECIPE_KEYS, check_recipe_words, described, parse, split, unknown
 from grpo_cli.errors import Stopped, TrainingError, UserError, counted
 from grpo_cli.generation.vllm import lora, server_key
 from grpo_cli.generation.vllm.checks import REFUSED_ANYWHERE

@@ -10,13 +10,7 @@ import torch
 
 from grpo_cli.algorithm.advantages import all_equal, group_std
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.records import (
-    STOP_REASONS,
-    Rollout,
-    RolloutStats,
-    StepStats,
-    matrix,
-)
+from grpo_cli.records import STOP_REASONS, Rollout, RolloutStats, StepStats, matrix
 
 
 def rollout_metrics(step_stats: StepStats) -> dict[str, float]:

@@ -167,8 +167,8 @@ def recompute(folder: Path, path: Path, device: str | None, trust: bool = True) 
     run, processes = restore(folder, path, device, trust)
     step = begin(run)
     assert step.batch is not None, "a kept step has its rollouts"
-    loop.make_samples(run, step, step.batch)
-    return Recomputed(loop.update_policy(run, step), str(run.workers.device), processes)
+    samples = loop.make_samples(run, step, step.batch)
+    return Recomputed(loop.update_policy(run, step, samples), str(run.workers.device), processes)
 
 
 def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> tuple[Run, int]:

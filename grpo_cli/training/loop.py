@@ -40,15 +40,11 @@ from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
-from grpo_cli.records import Group, TrainingSample, WeightedSample, regrouped
+from grpo_cli.records import TrainingGroup, TrainingSample, WeightedSample, regrouped
 from grpo_cli.training import ending, logprob_passes, resume
 from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
-from grpo_cli.training.rollouts.credit import (
-    subtract_kl,
-    weigh_samples,
-    with_advantages,
-)
+from grpo_cli.training.rollouts.credit import subtract_kl, weigh_samples, with_advantages
 from grpo_cli.training.run import Run
 from grpo_cli.training.step import Step, steps
 
@@ -84,15 +80,15 @@ def take_step(run: Run, step: Step) -> None:
     run.callbacks.call(run, "on_rollouts", groups=tuple(batch.groups))
     run.queue.prefetch(step.number)
     run.generator.offload()
-    make_samples(run, step, batch)
-    step.metrics |= update_policy(run, step)
+    samples = make_samples(run, step, batch)
+    step.metrics |= update_policy(run, step, samples)
     with step.clock.stage("weights"):
         step.metrics |= run.generator.update_weights(run.policy.model, step.number + 1)
         refresh_reference(run, step)
     step.finish()
 
 
-def make_samples(run: Run, step: Step, batch: StepBatch) -> None:
+def make_samples(run: Run, step: Step, batch: StepBatch) -> list[TrainingGroup]:
     """Turns the batch's rollouts into training samples: log-probabilities, then advantages.
 
     The log-probabilities of the old and of the reference policy are computed if the loss needs
@@ -116,12 +112,14 @@ def make_samples(run: Run, step: Step, batch: StepBatch) -> None:
         beta = run.state.beta.value(loss)
         penalized = [subtract_kl(s, loss.kl_estimator, beta) for s in samples]
         step_stats = gathered(run.workers, regrouped(groups, penalized))
-    batch.groups, metrics = with_advantages(recipe, groups, step_stats, step.number)
+    credited, metrics = with_advantages(recipe, groups, step_stats, step.number)
+    batch.groups = [*credited]  # for callbacks and checkpoints
     step.metrics |= metrics
+    return credited
 
 
-def update_policy(run: Run, step: Step) -> dict[str, float]:
-    """Takes every optimizer step on the step's rollouts; returns the metrics of the update.
+def update_policy(run: Run, step: Step, groups: Sequence[TrainingGroup]) -> dict[str, float]:
+    """Takes every optimizer step on the step's samples; returns the metrics of the update.
 
     Raises:
         TrainingError: a loss or a gradient is not finite; its optimizer step was not taken.
@@ -130,19 +128,19 @@ def update_policy(run: Run, step: Step) -> dict[str, float]:
     for param_group in run.policy.optimizer.param_groups:
         param_group["lr"] = rate
     for update in step.updates():  # num_iterations × minibatches
-        optimizer_step(run, step, update)
+        optimizer_step(run, step, minibatch(step, groups, update), update)
     metrics = step.update_metrics()
     run.state.beta.update(step.recipe.loss, step.measured_kl)
     return {"learning_rate": rate} | metrics
 
 
-def optimizer_step(run: Run, step: Step, update: int) -> None:
+def optimizer_step(run: Run, step: Step, groups: Sequence[TrainingGroup], update: int) -> None:
     """Accumulates the gradient of one optimizer batch, and takes the optimizer step with it."""
     if update == 0 and step.has_entropy_bonus:
         coefficient = run.state.entropy_bonus.value(step.recipe.loss)
         step.progress.coefficients = {"entropy_coef": coefficient}
     with step.clock.stage("forward_backward"):
-        batch = optimizer_batch(run, step, minibatch(step, update), update)
+        batch = optimizer_batch(run, step, groups, update)
         sums = None if batch is None else accumulate(run, step, batch)
     if sums is not None:  # some process has something to train on
         apply_gradient(run, step, sums)
@@ -165,11 +163,11 @@ def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
     step.add(measured, norm)
 
 
-def minibatch(step: Step, update: int) -> list[Group]:
+def minibatch(step: Step, groups: Sequence[TrainingGroup], update: int) -> list[TrainingGroup]:
     """Returns this process's groups of one of the step's minibatches."""
-    batch, minibatches = step.progress.batch, step.recipe.update.minibatches
-    part = minibatch_of(batch.step_stats, minibatches)
-    return [g for g in batch.groups if part[g.prompt_index] == update % minibatches]
+    minibatches = step.recipe.update.minibatches
+    part = minibatch_of(step.progress.batch.step_stats, minibatches)
+    return [g for g in groups if part[g.prompt_index] == update % minibatches]
 
 
 class OptimizerBatch(NamedTuple):
@@ -181,7 +179,7 @@ class OptimizerBatch(NamedTuple):
 
 
 def optimizer_batch(
-    run: Run, step: Step, groups: Sequence[Group], update: int
+    run: Run, step: Step, groups: Sequence[TrainingGroup], update: int
 ) -> OptimizerBatch | None:
     """Prepares an optimizer batch, and counts its loss tokens over all processes before backward.
 

@@ -11,13 +11,7 @@ from typing import Any, Literal
 import pytest
 from transformers.utils import get_json_schema
 
-from grpo_cli.environments.functions import (
-    Functions,
-    ToolError,
-    as_text,
-    load_tools,
-    make_tool,
-)
+from grpo_cli.environments.functions import Functions, ToolError, as_text, load_tools, make_tool
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from tests.environments import samples

@@ -3,9 +3,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    TopPLogitsWarper,
-)
+from transformers import TopPLogitsWarper
 
 from grpo_cli.generation import sampling
 from grpo_cli.generation.sampling import Sampling, adjusted, choose, draw, filtered

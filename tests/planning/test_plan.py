@@ -11,13 +11,7 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.planning import devices
 from grpo_cli.planning.memory import Job, Lengths, memory
-from grpo_cli.planning.plan import (
-    Plan,
-    changes,
-    predict,
-    text_of,
-    with_values,
-)
+from grpo_cli.planning.plan import Plan, changes, predict, text_of, with_values
 from grpo_cli.planning.sizes import Sizes, sizes_of
 
 H100 = devices.named("h100-80gb", torch.bfloat16)

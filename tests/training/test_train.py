@@ -150,9 +150,9 @@ def one_update(live: run.Run) -> Update:
     """Gradients and metrics of a step's updates; the run is closed."""
     with closing(live):
         step = step_with(live, collect(live, live.recipe, Clock(CPU)))
-        loop.make_samples(live, step, step.progress.batch)
+        groups = loop.make_samples(live, step, step.progress.batch)
         gradients = kept_gradients(live)
-        return gradients, loop.update_policy(live, step)
+        return gradients, loop.update_policy(live, step, groups)
 
 
 def kept_gradients(live: run.Run) -> list[torch.Tensor]:
@@ -187,8 +187,8 @@ def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
         r.as_kind(TrainingSample, reward=1.0, advantage=float(i % 3 - 1))  # a third of them 0
         for i, r in enumerate(every)
     ]
-    step.groups = regrouped(step.groups, samples)
-    rollouts, tokens = weigh_samples(live.recipe, step.groups, live.workers)
+    groups = regrouped(step.groups, samples)
+    rollouts, tokens = weigh_samples(live.recipe, groups, live.workers)
     batch = collate(rollouts, CPU)
     plain = PolicyLogprobs(live.policy.model, packed=False, chunked=False)
     logprobs, entropies = plain(rollouts, 1.0, entropy=True)
@@ -199,7 +199,7 @@ def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
     live.policy.optimizer.zero_grad()
     found = kept_gradients(live)
     live.recipe.optimizer.max_grad_norm = 1e9
-    entropy = loop.update_policy(live, step_with(live, step))["entropy"]
+    entropy = loop.update_policy(live, step_with(live, step), groups)["entropy"]
     live.close()
     assert entropy == pytest.approx(
         output.metrics.reduced(live.workers).figures["entropy"], rel=1e-5

@@ -41,11 +41,7 @@ from grpo_cli.generation.embedded.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.embedded.prefill import Continuation, Prefill
 from grpo_cli.generation.embedded.static_decoding import StaticDecoding
 from grpo_cli.models import vision
-from grpo_cli.models.attention import (
-    NOT_PASSED_ON,
-    UnsupportedModelError,
-    no_mask,
-)
+from grpo_cli.models.attention import NOT_PASSED_ON, UnsupportedModelError, no_mask
 from grpo_cli.models.families import image_tokens, without_router_logits
 from grpo_cli.records import Prompt
 

@@ -20,10 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed.weight_transfer import factory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,

@@ -23,14 +23,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models.flops import rollout_flops
-from grpo_cli.records import (
-    Group,
-    Rollout,
-    RolloutStats,
-    StepStats,
-    regrouped,
-    rollout_stats,
-)
+from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, regrouped, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of

@@ -33,6 +33,7 @@ from grpo_cli.records import (
     Group,
     RolloutStats,
     StepStats,
+    TrainingGroup,
     TrainingSample,
     WeightedSample,
     matrix,
@@ -64,12 +65,12 @@ def subtract_kl(sample: TrainingSample, estimator: str, beta: float) -> Training
 
 
 def with_advantages(
-    recipe: Recipe, groups: Sequence[Group], step_stats: StepStats, step: int
-) -> tuple[list[Group], dict[str, float]]:
+    recipe: Recipe, groups: Sequence[TrainingGroup], step_stats: StepStats, step: int
+) -> tuple[list[TrainingGroup], dict[str, float]]:
     """Computes the advantages of all processes' groups.
 
     Args:
-        groups: this process's, of training samples.
+        groups: this process's.
         step_stats: the statistics of all processes' groups.
         step: number of the step from 0, for messages.
 
@@ -229,12 +230,12 @@ def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
 
 
 def weigh_samples(
-    recipe: Recipe, groups: Sequence[Group], workers: Workers
+    recipe: Recipe, groups: Sequence[TrainingGroup], workers: Workers
 ) -> tuple[list[WeightedSample], float]:
     """Returns the samples that train, with their token weights, and all processes' loss tokens.
 
     Args:
-        groups: this process's groups of the optimizer batch, of training samples.
+        groups: this process's groups of the optimizer batch.
     """
     lengths = {g.prompt_index: sum(r.loss_tokens for r in g.rollouts) for g in groups}
     counts = workers.sum(
@@ -244,18 +245,13 @@ def weigh_samples(
             "prompts": float(len(groups)),
         }
     )
+    normalize, limit = recipe.loss.normalize, recipe.generation.max_completion_tokens
     samples = []
     for g in groups:
         for index, r in enumerate(g.rollouts):
             if r.loss_tokens:
-                assert isinstance(r, TrainingSample), "made by make_samples"
-                weight = token_weight(
-                    recipe.loss.normalize,
-                    r.loss_tokens,
-                    lengths[g.prompt_index],
-                    counts,
-                    recipe.generation.max_completion_tokens,
-                )
+                group_tokens = lengths[g.prompt_index]
+                weight = token_weight(normalize, r.loss_tokens, group_tokens, counts, limit)
                 place = (g.prompt_index, index)
                 samples.append(r.as_kind(WeightedSample, place=place, weight=weight))
     return samples, counts["tokens"]

@@ -4,13 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.reporting.live.figures import (
-    duration,
-    evaluations,
-    health,
-    seconds_left,
-    sparkline,
-)
+from grpo_cli.reporting.live.figures import duration, evaluations, health, seconds_left, sparkline
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.tables import table
