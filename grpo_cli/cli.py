@@ -84,8 +84,8 @@ Examples
   grpo train recipe=arithmetic_tiny
   grpo train my.yaml steps=50 adapter=lora
 
-`grpo COMMAND --help` fits a screen, `grpo help COMMAND` lists every word. All
-pages are in docs/. Shell completion: eval "$(grpo -sc install=bash)"
+`grpo COMMAND --help` shows the main options, `grpo help COMMAND` all of them.
+All pages are in docs/. Shell completion: eval "$(grpo -sc install=bash)"
 """
 HELP = {
     "train": """\
@@ -98,7 +98,7 @@ starts from `chat`, for which a model, rows and a reward have to be given.
   dataset.train=ROWS                    Hub name, .jsonl, .csv or .parquet file
   dataset.eval=ROWS                     Held-out rows
   reward.NAME.function=MODULE:FUNCTION  Your reward, or reward=[math]
-  steps=100                             Batches of completions, or epochs=N
+  steps=100                             Number of steps, or epochs=N
   prompts_per_step=16                   Prompts of a step, over all processes
   generation.num_generations=8          Completions of each prompt
   generation.max_completion_tokens=256  Length limit of a completion

@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
 
 import torch
@@ -138,17 +137,6 @@ class Completion:
         """The mask of the tokens that the model sampled, [C] bool."""
         sampled = [True] * len(self.ids) if self.is_sampled is None else self.is_sampled
         return torch.tensor(sampled, dtype=torch.bool)
-
-
-def counts_by_tool(calls: Iterable[Any]) -> dict[str, list[int]]:
-    """Returns `Completion.calls_by_tool` for calls that have `name`, `failed` and `timed_out`."""
-    counts: dict[str, list[int]] = {}
-    for call in calls:
-        known = counts.setdefault(call.name, [0, 0, 0])
-        counts[call.name] = [
-            known[0] + 1, known[1] + call.failed, known[2] + call.timed_out,
-        ]  # fmt: skip
-    return counts
 
 
 @dataclass(frozen=True)
@@ -358,7 +346,8 @@ def from_state(prompt: Prompt, state: Mapping[str, Any]) -> Rollout:
         )
     if "turns" in values:
         values["turns"] = tuple(Turn(*turn) for turn in values["turns"])
-        values["messages"] = tuple(values.get("messages", ()))
+    if "messages" in values:
+        values["messages"] = tuple(values["messages"])
     names = {f.name for f in dataclasses.fields(Completion)} & values.keys()
     completion = Completion(**{name: values.pop(name) for name in names})
     return Rollout(prompt, completion, **values)
@@ -378,30 +367,6 @@ def matrix(step_stats: StepStats, value: Callable[[RolloutStats], float | None])
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def reward_tensors(step_stats: StepStats, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns the inputs of advantage rules, by the names that `advantages.py` lists."""
-
-    def part(name: str) -> Callable[[RolloutStats], float | None]:
-        return lambda o: None if name in o.steps else o.reward_parts[name]
-
-    return {
-        "rewards": matrix(step_stats, lambda o: o.outcome_reward),
-        "parts": torch.stack([matrix(step_stats, part(name)) for name in weights], dim=-1),
-        "weights": torch.tensor(list(weights.values()), dtype=torch.float64),
-        "lengths": matrix(step_stats, lambda o: o.sampled_tokens).nan_to_num(),
-    }
-
-
-def weighted_parts(step_stats: StepStats, weights: Mapping[str, float]) -> Tensor:
-    """Returns the weighted scores of each function, [P, G, R]; 0 where it did not apply."""
-
-    def part(name: str) -> Callable[[RolloutStats], float | None]:
-        return lambda o: o.reward_parts[name]
-
-    scaled = [weights[name] * matrix(step_stats, part(name)) for name in weights]
-    return torch.stack(scaled, dim=-1).nan_to_num()
-
-
 def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """Returns the mask of sampled completion tokens, [B, C] bool; C is the longest length."""
     lengths = [[len(r.completion.ids)] for r in rollouts]
@@ -412,35 +377,8 @@ def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
     return mask
 
 
-def sampled_places(rollouts: Sequence[Rollout]) -> list[int]:
-    """Returns the indices of the ones in `sampled_mask`, flattened row by row."""
-    width = max(len(r.completion.ids) for r in rollouts)
-    places: list[int] = []
-    for i, r in enumerate(rollouts):
-        row = range(i * width, i * width + len(r.completion.ids))
-        sampled = r.completion.is_sampled
-        places += row if sampled is None else compress(row, sampled)
-    return places
-
-
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of the host to the device; the host does not wait for a GPU."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def dummy_sample(prompt: Prompt, *, reference: bool) -> WeightedSample:
-    """Returns a sample that does not train, since no reward applies to it.
-
-    Args:
-        reference: whether it has log-probabilities under a reference, as the others have.
-    """
-    return WeightedSample(
-        prompt,
-        Completion([0], [0.0], "stop"),
-        text="",
-        ref_logprobs=torch.zeros(1) if reference else None,
-        place=(-1, 0),
-        weight=0.0,
-    )

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from grpo_cli.algorithm.batch import collate
+from grpo_cli.environments.episode import counts_by_tool
 from grpo_cli.environments.protocol import ToolCall
+from grpo_cli.models.micro_batches import dummy_sample
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Prompt, counts_by_tool, dummy_sample
+from grpo_cli.records import Prompt
 from tests.conftest import CPU, make_rollout
 
 

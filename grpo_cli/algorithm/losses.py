@@ -217,7 +217,8 @@ def sapo(
     A soft gate in place of the clip (SAPO, arXiv 2511.20347, eqs. 5 and 6): its slope is 1 at ρ = 1
     and decreases on both sides. Divided by each completion's length.
     """
-    tau = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
+    tau = torch.full_like(advantages, sapo_temperature_neg)  # [B, C]
+    tau.masked_fill_(advantages > 0, sapo_temperature_pos)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 
@@ -303,8 +304,8 @@ def vespo_weight(
     log_w = (log_ratio.clamp(-high, high) * mask).sum(-1, keepdim=True)  # [B, 1]
     log_w = log_w + log_correction.clamp(low, high).sum(-1, keepdim=True)
     log_w = log_w.clamp(low, high)
-    k_of = torch.where(advantages >= 0, k[0], k[1])  # [B, C]
-    lam_of = torch.where(advantages >= 0, lam[0], lam[1])
+    k_of = torch.full_like(advantages, k[1]).masked_fill_(advantages >= 0, k[0])  # [B, C]
+    lam_of = torch.full_like(advantages, lam[1]).masked_fill_(advantages >= 0, lam[0])
     return (lam_of + k_of * log_w - lam_of * log_w.exp()).exp()
 
 

@@ -8,8 +8,8 @@ an argument of its own, `loss.args.NAME`, declared with its range:
     def gated(ratio: Tensor, advantages: Tensor, *,
               slope: Annotated[float, Arg("Steepness of the gate.", gt=0)] = 2.0) -> Tensor: ...
 
-All other properties of a loss or a rule are fields of its traits, so that no other file mentions it
-by name.
+All other properties of a loss or a rule are fields of its traits, so that nothing else branches on
+its name.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ Tokens are appended and never rendered again: the model trains on exactly the to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
-from grpo_cli.records import Completion, Turn, counts_by_tool
+from grpo_cli.records import Completion, Turn
 
 # Stop reasons for which `finish_reason` is "length": a limit has cut the episode.
 CUT = ("max_turns", "turn_tokens", "max_tokens")
@@ -142,3 +142,14 @@ class Episode:
             parse_errors=self.parse_errors,
             env_retries=max(0, self.opened - 1),
         )
+
+
+def counts_by_tool(calls: Iterable[ToolCall]) -> dict[str, list[int]]:
+    """Returns `Completion.calls_by_tool` of an episode's calls."""
+    counts: dict[str, list[int]] = {}
+    for call in calls:
+        known = counts.setdefault(call.name, [0, 0, 0])
+        counts[call.name] = [
+            known[0] + 1, known[1] + call.failed, known[2] + call.timed_out,
+        ]  # fmt: skip
+    return counts

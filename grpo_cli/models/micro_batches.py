@@ -20,7 +20,7 @@ from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
-from grpo_cli.records import Prompt, R, Rollout, WeightedSample, dummy_sample
+from grpo_cli.records import Completion, Prompt, R, Rollout, WeightedSample
 
 T = TypeVar("T")
 
@@ -190,3 +190,19 @@ class MicroBatcher:
         per_token = bytes_per_token(self.policy, rollouts, temperature)
         fitting = tokens_that_fit(device, per_token, state_to_come=to_come)
         return -int(self.workers.lockstep_max(-fitting))
+
+
+def dummy_sample(prompt: Prompt, *, reference: bool) -> WeightedSample:
+    """Returns a sample that does not train, since no reward applies to it.
+
+    Args:
+        reference: whether it has log-probabilities under a reference, as the others have.
+    """
+    return WeightedSample(
+        prompt,
+        Completion([0], [0.0], "stop"),
+        text="",
+        ref_logprobs=torch.zeros(1) if reference else None,
+        place=(-1, 0),
+        weight=0.0,
+    )

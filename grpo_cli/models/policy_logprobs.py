@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
 from grpo_cli.models.vision import has_images, takes_images
-from grpo_cli.records import Completion, Rollout, sampled_places
+from grpo_cli.records import Completion, Rollout
 
 CHECKED_ROLLOUTS = 4  # rollouts in the check against the simplest mode
 CHECKED_TOKENS = 64  # maximum tokens of a prompt, and of a completion, in that check
@@ -372,6 +373,17 @@ def in_rows(values: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
     shape = len(rollouts), max(len(r.completion.ids) for r in rollouts)
     places = packing.as_places(sampled_places(rollouts), values.device)  # [T] in [B · C]
     return values.new_zeros(math.prod(shape)).index_copy(0, places, values).view(shape)
+
+
+def sampled_places(rollouts: Sequence[Rollout]) -> list[int]:
+    """Returns the indices of the ones in `sampled_mask`, flattened row by row."""
+    width = max(len(r.completion.ids) for r in rollouts)
+    places: list[int] = []
+    for i, r in enumerate(rollouts):
+        row = range(i * width, i * width + len(r.completion.ids))
+        sampled = r.completion.is_sampled
+        places += row if sampled is None else compress(row, sampled)
+    return places
 
 
 def compile_layers(model: PreTrainedModel, compiled: bool, backend: str) -> None:

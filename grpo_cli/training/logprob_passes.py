@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -62,17 +62,23 @@ def token_stats(
         return run.policy.micro_batches.map_each(compute, rollouts, policy_logprobs)
 
 
-def with_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[R]) -> list[R]:
-    """Returns rollouts with old log-probabilities, the current policy's where they have none.
+def with_old_logprobs(
+    run: Run, recipe: Recipe, rollouts: Sequence[R], needs: Callable[[R], object]
+) -> list[R]:
+    """Returns rollouts, those that need them with old log-probabilities.
 
-    Leftover and prefetched rollouts keep the ones of the policy that sampled them.
+    They are the current policy's, except that leftover and prefetched rollouts keep the ones of the
+    policy that sampled them.
     """
-    fresh = [r for r in rollouts if r.old_logprobs is None]
+    fresh = [r for r in rollouts if r.old_logprobs is None and needs(r)]
     if samples_as_trained(run, recipe):
         found = iter([torch.tensor(r.completion.sampling_logprobs) for r in fresh])
     else:
         found = iter([s.logprobs for s in token_stats(run, recipe, run.policy.logprobs, fresh)])
-    return [replace(r, old_logprobs=next(found)) if r.old_logprobs is None else r for r in rollouts]
+    return [
+        replace(r, old_logprobs=next(found)) if r.old_logprobs is None and needs(r) else r
+        for r in rollouts
+    ]
 
 
 def samples_as_trained(run: Run, recipe: Recipe) -> bool:
@@ -89,12 +95,16 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
 
 
 def with_ref_logprobs(
-    run: Run, recipe: Recipe, samples: Sequence[TrainingSample]
+    run: Run,
+    recipe: Recipe,
+    samples: Sequence[TrainingSample],
+    needs: Callable[[TrainingSample], object],
 ) -> list[TrainingSample]:
-    """Returns samples with their log-probabilities under the reference policy."""
+    """Returns samples, those that need them with the reference policy's log-probabilities."""
     assert run.policy.reference is not None
-    found = token_stats(run, recipe, run.policy.reference.logprobs, samples)
-    return [replace(s, ref_logprobs=own.logprobs) for s, own in zip(samples, found, strict=True)]
+    asked = [s for s in samples if needs(s)]
+    found = iter(token_stats(run, recipe, run.policy.reference.logprobs, asked))
+    return [replace(s, ref_logprobs=next(found).logprobs) if needs(s) else s for s in samples]
 
 
 def select_tokens(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -97,16 +97,13 @@ def make_samples(run: Run, step: Step, batch: StepBatch) -> list[TrainingGroup]:
     recipe, loss = step.recipe, step.recipe.loss
     kl_in_reward = run.policy.reference is not None and loss.kl_in == "reward"
     samples = [r.as_kind(TrainingSample) for g in batch.groups for r in g.rollouts]
-    needs = [s.is_scored if kl_in_reward else s.loss_tokens > 0 for s in samples]
-    asked = [*compress(samples, needs)]
+    needs = attrgetter("is_scored" if kl_in_reward else "loss_tokens")
     if step.num_updates > 1 or kl_in_reward:
         with step.clock.stage("old_logprobs"):
-            asked = logprob_passes.with_old_logprobs(run, recipe, asked)
+            samples = logprob_passes.with_old_logprobs(run, recipe, samples, needs)
     if run.policy.reference is not None:
         with step.clock.stage("ref_logprobs"):
-            asked = logprob_passes.with_ref_logprobs(run, recipe, asked)
-    found = iter(asked)
-    samples = [next(found) if has else s for s, has in zip(samples, needs, strict=True)]
+            samples = logprob_passes.with_ref_logprobs(run, recipe, samples, needs)
     groups, step_stats = regrouped(batch.groups, samples), batch.step_stats
     if kl_in_reward:
         beta = run.state.beta.value(loss)
@@ -214,7 +211,7 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
     """
     policy = run.policy
     coefficients, with_gradient, entropy_only = batch
-    compute_loss = partial(forward, run, step, coefficients)
+    compute_loss = partial(micro_batch_loss, run, step, coefficients)
 
     def forward_backward(micro_batch: list[WeightedSample]) -> LossOutput:
         output = compute_loss(micro_batch)
@@ -235,7 +232,7 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
     return sums
 
 
-def forward(
+def micro_batch_loss(
     run: Run, step: Step, coefficients: Coefficients, micro_batch: list[WeightedSample]
 ) -> LossOutput:
     """Computes the loss of a micro-batch."""
@@ -255,7 +252,7 @@ def split_by_gradient(
 ) -> tuple[list[WeightedSample], list[WeightedSample]]:
     """Splits samples into those with a gradient and those needed only for the entropy metric.
 
-    A sample without advantage, KL and entropy bonus has no gradient. It still counts in the
+    A sample with neither advantage, KL nor entropy bonus has no gradient. It still counts in the
     divisor of the loss, but its forward pass runs only if its entropy is logged.
     """
     every = every_rollout_has_gradient(
@@ -264,10 +261,11 @@ def split_by_gradient(
         entropy_coef=coefficients.entropy,
         router_coef=coefficients.router,
     )
-    with_gradient = [s for s in samples if every or s.advantages.any()]
-    entropy_only = [s for s in samples if not (every or s.advantages.any())]
-    if not step.measures_entropy:
-        entropy_only = []
+    with_gradient: list[WeightedSample] = []
+    without: list[WeightedSample] = []
+    for s in samples:
+        (with_gradient if every or s.advantages.any() else without).append(s)
+    entropy_only = without if step.measures_entropy else []
     if not (with_gradient or entropy_only):  # every process needs the same metrics to reduce
         entropy_only = [run.policy.micro_batches.dummy]
     return with_gradient, entropy_only

@@ -160,7 +160,7 @@ class Step:
 
     def log(self) -> None:
         """Logs completions and metrics, once; callbacks may add metrics of an evaluation."""
-        run, number = self.run, self.run.state.step
+        run, number = self.run, self.number + 1
         groups = self.batch.groups if self.batch else []
         run.check_folder()
         rows: list[dict[str, Any]] = []

@@ -37,7 +37,8 @@ from grpo_cli.algorithm.advantages import (
 )
 from grpo_cli.algorithm.settings import Advantage
 from grpo_cli.algorithm.variants import apply, knobs_read, own_arguments, parameters
-from grpo_cli.records import RolloutStats, reward_tensors
+from grpo_cli.records import RolloutStats
+from grpo_cli.training.rollouts.credit import reward_tensors
 from tests import reference_advantages as reference
 from tests.conftest import make_rollout
 from tests.programs import ROOT

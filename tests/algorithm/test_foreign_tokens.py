@@ -29,7 +29,6 @@ from grpo_cli.records import (
     Rollout,
     TrainingSample,
     regrouped,
-    reward_tensors,
     rollout_stats,
 )
 from grpo_cli.scoring.settings import Reward
@@ -203,7 +202,7 @@ def test_an_optimizer_step_with_foreign_tokens_is_the_same_in_other_modes() -> N
 def test_lengths_are_those_of_sampled_tokens() -> None:
     groups = make_batch()
     stats = dict(rollout_stats(groups))
-    assert reward_tensors(stats, {"r": 1.0})["lengths"].tolist() == [[4, 3], [3, 2]]
+    assert credit.reward_tensors(stats, {"r": 1.0})["lengths"].tolist() == [[4, 3], [3, 2]]
     assert [o.tokens for group in stats.values() for o in group] == [7, 4, 3, 5]
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.records import RolloutStats, reward_tensors, rollout_stats
+from grpo_cli.records import RolloutStats, rollout_stats
 from grpo_cli.reporting.rollout_metrics import rollout_metrics
+from grpo_cli.training.rollouts.credit import reward_tensors
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 
@@ -84,7 +85,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     if dynamic:
         with clock.stage("old_logprobs"):  # under the current policy, before its update
             leftover = [r for g in queue.leftover for r in g.rollouts]
-            queue.leftover = regrouped(queue.leftover, with_old_logprobs(run, recipe, leftover))
+            leftover = with_old_logprobs(run, recipe, leftover, attrgetter("is_scored"))
+            queue.leftover = regrouped(queue.leftover, leftover)
         counts = {
             "attempts": len(sessions),
             "sampled": len(sampled),

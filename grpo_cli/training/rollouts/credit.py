@@ -7,7 +7,7 @@ allows it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,6 @@ from grpo_cli.records import (
     TrainingSample,
     WeightedSample,
     matrix,
-    reward_tensors,
-    weighted_parts,
 )
 from grpo_cli.scoring.registry import full_name
 
@@ -135,6 +133,30 @@ def advantage_metrics(
         ZERO_ADVANTAGE: sum(no_signal) / len(no_signal),
         **{f"rewards/{name}/advantage_share": s for name, s in zip(weights, shares, strict=False)},
     }
+
+
+def reward_tensors(step_stats: StepStats, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns the inputs of advantage rules, by the names that `advantages.py` lists."""
+
+    def part(name: str) -> Callable[[RolloutStats], float | None]:
+        return lambda o: None if name in o.steps else o.reward_parts[name]
+
+    return {
+        "rewards": matrix(step_stats, lambda o: o.outcome_reward),
+        "parts": torch.stack([matrix(step_stats, part(name)) for name in weights], dim=-1),
+        "weights": torch.tensor(list(weights.values()), dtype=torch.float64),
+        "lengths": matrix(step_stats, lambda o: o.sampled_tokens).nan_to_num(),
+    }
+
+
+def weighted_parts(step_stats: StepStats, weights: Mapping[str, float]) -> Tensor:
+    """Returns the weighted scores of each function, [P, G, R]; 0 where it did not apply."""
+
+    def part(name: str) -> Callable[[RolloutStats], float | None]:
+        return lambda o: o.reward_parts[name]
+
+    scaled = [weights[name] * matrix(step_stats, part(name)) for name in weights]
+    return torch.stack(scaled, dim=-1).nan_to_num()
 
 
 def rule_advantages(recipe: Recipe, step_stats: StepStats) -> dict[int, list[float]]:
