@@ -267,21 +267,18 @@ def sampler_correction(
 ) -> Tensor:
     """Returns the sampler's correction factor, [B, C] or [B, 1]; logs it."""
     mode = config.sampling_correction
-    if mode == "none":  # the token weights are still logged
-        ratio = corrections.sampling_ratio(
-            old_logprobs, sampling_logprobs, mask, "token_truncate"
-        ).clamp(max=LARGEST_WEIGHT)
-        metrics.mean("sampling/weight", ratio, mask)
-        metrics.mean("sampling/weight_squared", ratio.square(), mask)
-        return torch.ones_like(mask[:, :1])
-    ratio = corrections.sampling_ratio(old_logprobs, sampling_logprobs, mask, mode)
-    factor = corrections.bounded(ratio, mode, config.sampling_cap, config.sampling_floor)
+    corrects = mode != "none"  # otherwise only the tokens' ratios are logged
+    level = mode if corrects else "token_truncate"
+    factor = ratio = corrections.sampling_ratio(old_logprobs, sampling_logprobs, mask, level)
     there = mask if ratio.shape == mask.shape else rows_that_train(mask)[:, None]
-    name = "sampling/importance_sampling_ratio"
-    metrics.mean(f"{name}/mean", ratio, there)
-    metrics.lowest(f"{name}/min", ratio, there)
-    metrics.highest(f"{name}/max", ratio, there)
-    metrics.mean("sampling/outside_bounds", (factor != ratio).to(mask.dtype), there)
-    metrics.mean("sampling/weight", factor, there)
-    metrics.mean("sampling/weight_squared", factor.square(), there)
-    return factor
+    if corrects:
+        factor = corrections.bounded(ratio, mode, config.sampling_cap, config.sampling_floor)
+        name = "sampling/importance_sampling_ratio"
+        metrics.mean(f"{name}/mean", ratio, there)
+        metrics.lowest(f"{name}/min", ratio, there)
+        metrics.highest(f"{name}/max", ratio, there)
+        metrics.mean("sampling/outside_bounds", (factor != ratio).to(mask.dtype), there)
+    weight = factor.clamp(max=LARGEST_WEIGHT)
+    metrics.mean("sampling/weight", weight, there)
+    metrics.mean("sampling/weight_squared", weight.square(), there)
+    return factor if corrects else torch.ones_like(mask[:, :1])

@@ -750,6 +750,9 @@ def test_sampler_metrics_by_hand() -> None:
     assert found["staleness/logp_difference"] == pytest.approx((0.5 + 0 + 0.25) / 3)
     assert not {"sampling/weight", "sampling/weight_squared"} & found.keys()
     assert not any("importance" in name for name in found)
+    terms = terms_of([[0.0]], [[1.0]], [[1]], sampler=[[80.0]])
+    for config in (Loss(), Loss(sampling_correction="sequence_mask", sampling_cap=None)):
+        assert measured(config, terms)["sampling/weight_squared"] <= 1e18  # finite in float32
 
 
 def test_share_of_tokens_that_the_off_policy_mask_leaves_out() -> None:
