@@ -55,7 +55,7 @@ def logs(
 
 
 def clashes(completions: list[str], log_metric: Callable[[str, float], None]) -> list[float]:
-    log_metric("mean", 1.0)
+    log_metric("advantage_share", 1.0)
     return [1.0] * len(completions)
 
 

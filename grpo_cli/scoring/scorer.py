@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 GRACE = 60.0  # seconds past all deadlines after which an event loop counts as blocked
 LARGEST = 1e100  # largest reward: squares of larger ones overflow in a standard deviation
 TOO_LARGE = f"which is beyond ±{LARGEST:g}; scale the reward down"
-OWN_METRICS = ("mean", "std", "timeouts", "errors")  # rewards/NAME/... logged by the run
+OWN_METRICS = ("mean", "std", "advantage_share", "timeouts", "errors")  # rewards/NAME/METRIC
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_logged_metrics_are_averaged_over_calls_and_sheets(executor: RewardExecu
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["clashes"], "rewards/a/mean is a metric already"),
+        (["clashes"], "rewards/a/advantage_share is a metric already"),
         (["miscounts"], r"log_extra\('one', ...\) with 1 values for 2 compl"),
         (["logs", "logs"], r"'b' called log_extra\('shouted', ...\), as another"),
     ],
