@@ -158,6 +158,11 @@ class TrlRollouts(Rollouter):
         when = f"with a coroutine function (async def), and {key} is none"
         for problem in parsing.unread_of_episodes(recipe, (), when):
             raise UserError(problem)
+        if recipe.generation.vllm.prefetch_steps:
+            raise UserError(
+                f"{key} with generation.vllm.prefetch_steps: the weights that the function sampled "
+                "with are not known; set prefetch_steps=0, or use a coroutine function."
+            )
         engine, strategy = recipe.generation.engine, recipe.distributed.strategy
         if strategy == "fsdp2" and engine_class(engine).samples_from_policy:
             raise UserError(

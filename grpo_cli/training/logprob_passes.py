@@ -85,6 +85,7 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
     """Returns whether the sampler's log-probabilities are the policy's own, except for rounding."""
     return (
         run.generator.samples_from_policy
+        and recipe.rollout is None  # a function of the user's may sample from another distribution
         and Sampling.of(recipe.generation).is_unfiltered
         and recipe.mixed_precision == "no"
         and run.policy.model.dtype in (torch.float32, torch.float64)

@@ -14,6 +14,7 @@ from grpo_cli.environments.factory import first_rows, kind_of, tools_of
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import UserError
+from grpo_cli.generation.settings import Generation, Vllm
 
 
 def test_a_row_of_a_stream_that_names_no_environment_is_a_mistake_in_the_data() -> None:
@@ -61,6 +62,7 @@ def two_lists(prompts: Any, trainer: Any) -> Any: ...
         ({"episode": EpisodeSettings(max_turns=3)}, r"^episode\.max_turns = 3: is only read with"),
         ({"environment": EnvironmentSettings(workers=1)}, r"environment\.workers=null takes it"),
         ({"tools": {"add": "m:add"}}, "together with tools"),
+        ({"generation": Generation(vllm=Vllm(prefetch_steps=1))}, "weights .* are not known"),
     ],
 )
 def test_what_a_rollout_function_in_trls_form_leaves_unread_is_refused(

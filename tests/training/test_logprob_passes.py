@@ -1,5 +1,8 @@
 """Tokens are selected among the sampled ones of an optimizer batch."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -34,6 +37,14 @@ def episodes() -> list[WeightedSample]:
         own = {"completion_ids": ids, "is_sampled": sampled, "token_advantages": advantages}
         samples.append(make_rollout(reward=1.0, place=(0, len(samples)), **own))
     return samples
+
+
+def test_old_logprobs_are_never_those_of_a_rollout_function(model: PreTrainedModel) -> None:
+    run: Any = SimpleNamespace(
+        generator=SimpleNamespace(samples_from_policy=True), policy=SimpleNamespace(model=model)
+    )
+    assert logprob_passes.samples_as_trained(run, Recipe())
+    assert not logprob_passes.samples_as_trained(run, Recipe(rollout="my:function"))
 
 
 def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
