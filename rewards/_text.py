@@ -121,15 +121,19 @@ _SENTENCE_END = re.compile(r"\.[*]*(?=\s|$)|。")
 _BOLD = re.compile(r"(?<=\S)\*\*(?=[\s.,;:]|$)|(?:^|(?<=\s))\*\*(?=\S)")  # not 2**3
 
 
-def completion_texts(completions: Completions) -> list[str]:
-    return [_completion_text(completion) for completion in completions]
-
-
-def _completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Returns the completion, or the content of the last message of a chat completion.
+def completion_texts(completions: Completions, opening: str | None = None) -> list[str]:
+    """Returns each completion, or the content of the last message of a chat completion.
 
     An episode that ends with a message of a tool has no answer: "".
+
+    Args:
+        opening: the tag before the thoughts of an episode's message, which its content lacks;
+            None: the thoughts are left out.
     """
+    return [_completion_text(completion, opening) for completion in completions]
+
+
+def _completion_text(completion: str | list[dict[str, Any]], opening: str | None) -> str:
     if isinstance(completion, str):
         return completion
     if not completion or (len(completion) > 1 and completion[-1].get("role") != "assistant"):
@@ -137,7 +141,11 @@ def _completion_text(completion: str | list[dict[str, Any]]) -> str:
     content = completion[-1].get("content")
     if isinstance(content, list):  # parts, as multimodal chat templates write them
         return "".join(part.get("text", "") for part in content)
-    return content or ""  # None where a message only calls tools
+    content = content or ""  # None where a message only calls tools
+    thoughts = completion[-1].get("reasoning_content")
+    if opening is None or thoughts is None:
+        return content
+    return f"{opening}{thoughts}</think>{content}" if content else opening + thoughts
 
 
 def plain_characters(text: str) -> str:

@@ -50,7 +50,7 @@ def regex(
     flags = ignore_case * re.IGNORECASE | dotall * re.DOTALL | multiline * re.MULTILINE
     compiled = _compiled(pattern, flags)
     match = compiled.search if mode == "search" else compiled.fullmatch
-    texts = completion_texts(completions)
+    texts = completion_texts(completions, "<think>")
     if not compare:
         return [float(match(text) is not None) for text in texts]
     if compiled.groups == 0:

@@ -25,7 +25,7 @@ def tag_count(
     tags = _checked(tags)
     return [
         sum(text.count(tag) == 1 for tag in tags) / len(tags)
-        for text in completion_texts(completions)
+        for text in completion_texts(completions, "<think>")
     ]
 
 

@@ -34,7 +34,7 @@ def think_format(
         )
     return [
         float(_is_in_format(text.strip(), opening, answer_tag))
-        for text in completion_texts(completions)
+        for text in completion_texts(completions, OPENING if opening else "")
     ]
 
 
