@@ -19,6 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from grpo_cli.config.user_code import import_module, is_coroutine_function
@@ -318,9 +319,10 @@ class MessageEnvironment(Adapted):
         rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
         self.functions.deadlines.begin()
         own = observed(await result_of(self.given.step(rest)))
-        return replace(
-            own, messages=[*made.messages, *own.messages], calls=[*made.calls, *own.calls]
-        )
+        answers, more = iter(made.messages), [m for m in own.messages if m["role"] != "tool"]
+        theirs = iter([m for m in own.messages if m["role"] == "tool"])
+        answered = [m for c in calls for m in islice(answers if c in ours else theirs, 1)]
+        return replace(own, messages=[*answered, *theirs, *more], calls=[*made.calls, *own.calls])
 
 
 class TrlEnvironment(Adapted):

@@ -33,14 +33,15 @@ class Shop:
 
     def step(self, message: Message) -> Observation:
         (call,) = message["tool_calls"]
-        return Observation([{"role": "tool", "name": call["function"]["name"], "content": "!"}])
+        answer = {"role": "tool", "name": call["function"]["name"], "content": "!"}
+        return Observation([answer, {"role": "user", "content": "more?"}])
 
 
 def test_the_calls_of_an_environments_own_tools_go_to_it_and_the_others_to_functions() -> None:
     env = made(path=f"{HERE}:Shop", tools={"times": f"{SAMPLES}:multiply"})
     assert names(env.schemas) == ["buy", "times"]
     answer = asyncio.run(env.step(calls(("buy", {}), ("times", {"a": 2, "b": 4}))))
-    assert [(m["name"], m["content"]) for m in answer.messages] == [("times", "8"), ("buy", "!")]
+    assert texts(answer) == ["!", "8", "more?"], "in the order of the calls"
 
 
 def test_trls_manner() -> None:
