@@ -166,7 +166,7 @@ def test_the_first_images_are_checked_after_texts(tmp_path: Path, dtype: torch.d
     loaded = load("gemma3", tmp_path)
     loaded.model.to(dtype)
     prompts, said = loaded.mixed(), list[str]()
-    generator = TransformersGenerator(loaded.model, [2], say=said.append)
+    generator = TransformersGenerator(loaded.model, [2], say=said.append, checked_on=[prompts[1]])
     policy_logprobs = PolicyLogprobs(loaded.model, say=said.append)
     for some, is_fast in ([prompts[1]], True), (prompts, False), ([prompts[1]], False):
         groups = generator.generate(some, 3, Sampling(max_tokens=9), range(len(some)))

@@ -62,7 +62,7 @@ class TransformersGenerator(Generator):
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     say: Callable[[str], None] = print
     cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
-    # Prompts of the decoder's self-check, equal on all processes; (): the first to be sampled.
+    # Texts for the decoder's self-check, equal on all processes; (): the first to be sampled.
     checked_on: Sequence[Prompt] = ()
     cache_tokens: int | None = None
     direct: DirectForward | None = None  # kept for all rounds of a call
@@ -196,7 +196,7 @@ class TransformersGenerator(Generator):
         """
         if self.decoder is not None and (self.checked_images or not has_images(prompts)):
             return
-        prompts = self.checked_on or prompts
+        prompts = prompts if has_images(prompts) else self.checked_on or prompts
         if self.decoder is None:
             self.decoder = Engine
             if is_recurrent(self.policy):
