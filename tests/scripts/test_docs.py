@@ -93,6 +93,7 @@ def test_every_metric_is_defined() -> None:
         with timed.stage(stage):
             pass
     facts = ProblemStats.of(scored, "exact_match")
+    facts = replace(facts, answered=[True, False], calls=[1, 0], turns=[2, 1])
     of_evaluation = summarize([facts], Eval(), 1)
     del of_evaluation["n"]  # of benchmarks
     keys = {
