@@ -56,7 +56,7 @@ def language(
         raise ValueError(
             f"language: threshold is {threshold!r}; it must be above 0 and at most 1, or null."
         )
-    shares = [_share(text, script) for text in completion_texts(completions)]
+    shares = [_share(text, script) for text in completion_texts(completions, "<think>")]
     if threshold is None:
         return shares
     return [None if share is None else float(share >= threshold) for share in shares]

@@ -29,6 +29,6 @@ def length(
     whole("length: target", target, least=0)
     if unit == "tokens" and completion_ids is None:
         raise ValueError('length: unit "tokens" needs completion_ids, and none were passed.')
-    measured = completion_ids if unit == "tokens" else completion_texts(completions)
+    measured = completion_ids if unit == "tokens" else completion_texts(completions, "<think>")
     assert measured is not None
     return [-float(abs(target - len(one))) for one in measured]
