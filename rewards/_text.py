@@ -127,8 +127,7 @@ def completion_texts(completions: Completions, opening: str | None = None) -> li
     An episode that ends with a message of a tool has no answer: "".
 
     Args:
-        opening: the tag before the thoughts of an episode's message, which its content lacks;
-            None: the thoughts are left out.
+        opening: the tag before the thoughts of an episode's message; None: they are left out.
     """
     return [_completion_text(completion, opening) for completion in completions]
 

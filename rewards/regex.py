@@ -57,9 +57,10 @@ def regex(
         raise ValueError(f"regex: pattern is {pattern!r}; with compare it must have a group.")
     if answer is None:
         raise ValueError("regex: compare is true, and there is no column answer to compare with.")
+    firsts = [found[1] if (found := match(text)) else None for text in texts]
     return [
-        None if gold is None else float(_first_group(match(text)) == str(gold).strip())
-        for text, gold in zip(texts, answer, strict=True)
+        None if gold is None else float(first is not None and first.strip() == str(gold).strip())
+        for first, gold in zip(firsts, answer, strict=True)
     ]
 
 
@@ -72,8 +73,3 @@ def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
             f"regex: pattern is {pattern!r:.500}; it must be a regular expression of Python's re: "
             f"{error}."
         ) from error
-
-
-def _first_group(match: re.Match[str] | None) -> str | None:
-    group = match[1] if match else None
-    return None if group is None else group.strip()

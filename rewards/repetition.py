@@ -43,7 +43,7 @@ def repetition(
         )
     if unit == "tokens" and completion_ids is None:
         raise ValueError('repetition: unit "tokens" needs completion_ids, and none were passed.')
-    rows: list[Any] = completion_ids if unit == "tokens" else completion_texts(completions, "<think>")  # type: ignore[assignment]
+    rows: Any = completion_ids if unit == "tokens" else completion_texts(completions, "<think>")
     # 0.0 + x turns a negative zero into a plain one.
     return [0.0 + max_penalty * _repeated_share(_units(row, unit), ngram) for row in rows]
 

@@ -27,7 +27,8 @@ def think_format(
             `<answer>...</answer>`, and neither tag may stand anywhere else.
     """
     boolean("think_format: opening", opening)
-    if answer_tag is not None and not _is_tag_name(answer_tag):
+    is_name = isinstance(answer_tag, str) and re.fullmatch(r"[A-Za-z][\w-]*", answer_tag)
+    if answer_tag is not None and (not is_name or answer_tag == "think"):
         raise ValueError(
             f"think_format: answer_tag is {answer_tag!r}; it must be a tag's name, such as "
             '"answer", other than "think".'
@@ -36,10 +37,6 @@ def think_format(
         float(_is_in_format(text.strip(), opening, answer_tag))
         for text in completion_texts(completions, OPENING if opening else "")
     ]
-
-
-def _is_tag_name(name: Any) -> bool:
-    return isinstance(name, str) and name != "think" and bool(re.fullmatch(r"[A-Za-z][\w-]*", name))
 
 
 def _is_in_format(text: str, opening: bool, answer_tag: str | None) -> bool:

@@ -57,10 +57,7 @@ def notices(recipe: Recipe) -> Iterator[str]:
     for why in differs:
         yield from (f"{key}: {why}" for key, is_set in compared.items() if is_set)
     if g.vllm.prefetch_steps and loss.sampling_correction != "none":
-        yield (
-            "loss.sampling_correction: the old log-probabilities of prefetched completions are the "
-            "sampler's, so that the correction is 1; loss.off_policy_mask acts on their age."
-        )
+        yield "loss.sampling_correction: is 1 for prefetched completions; use loss.off_policy_mask."
     in_loss = recipe.needs_reference and loss.kl_in == "loss"
     if in_loss and loss.kl_estimator == "k1" and not loss.kl_bias_correction:
         yield (

@@ -386,12 +386,9 @@ def nearest_key(key: str, known: Collection[str] = ()) -> str:
             return other_names()[name].hint(name)
     beside = [k for k in known if k.rpartition(".")[0] == section]
     same = [k for k in known if k.rpartition(".")[2] == last]  # same name in another section
-    short = [k for k in known if _initials(k.rpartition(".")[2]) == last]  # lr: learning_rate
+    initials = {k: "".join(word[0] for word in k.rpartition(".")[2].split("_")) for k in known}
+    short = [k for k in known if initials[k] == last]  # lr: learning_rate
     chosen = same or [k for k in short if k in beside] or short
     if chosen:
         return f" Did you mean {' or '.join(chosen)}?"
     return nearest(key, beside) or nearest(key, known)
-
-
-def _initials(name: str) -> str:
-    return "".join(word[0] for word in name.split("_"))

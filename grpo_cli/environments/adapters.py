@@ -266,9 +266,7 @@ class Adapted:
     async def finish(self) -> Observation:
         """Returns the rewards of the episode by name."""
         get_reward = getattr(self.given, "get_reward", None)
-        if get_reward is None:
-            return Observation()
-        reward = await result_of(get_reward())
+        reward = None if get_reward is None else await result_of(get_reward())
         if reward is None:
             return Observation()
         if not isinstance(reward, Mapping):

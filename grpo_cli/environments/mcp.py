@@ -49,8 +49,7 @@ class McpTools(Adapted):
         server: a command, or an address that begins with http.
         functions: the recipe's tools.
         shared: the connections that a worker's rollouts share, by server.
-        per_rollout: whether each rollout has its own connection (and server process), for stateful
-            servers.
+        per_rollout: whether each rollout has its own connection, for servers with a state.
         env: additional environment variables for the command.
         headers: headers of HTTP requests, such as Authorization.
     """

@@ -14,12 +14,9 @@ output is appended as an ```output block, and the model has its next turn: ToRA,
 section 2; DeepSeekMath, arXiv 2402.03300, section 3. The tool's tokens are marked as not sampled.
 `loop.EpisodeLoop` runs the turns; this file has the text of a completion and its programs.
 
-State. Later blocks see the definitions of earlier ones, as in a notebook. No interpreter is kept
-alive for that. Each call starts a fresh one that runs the earlier blocks again and discards their
-output. So a call depends only on its blocks, nothing is lost with a process or when a run resumes
-on another machine, and a waiting completion holds no memory. The cost is the earlier blocks' time
-in each call. Random numbers are seeded equally in each call, so that a repeated block gives the
-same result, unless it reads the clock.
+State. Later blocks see the definitions of earlier ones, as in a notebook: each call starts a fresh
+interpreter that runs the earlier blocks again and discards their output. So nothing is lost when a
+run resumes, and a waiting completion holds no memory. Random numbers are seeded equally.
 """
 
 from __future__ import annotations

@@ -89,8 +89,7 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
         and Sampling.of(recipe.generation).is_unfiltered
         and recipe.mixed_precision == "no"
         and run.policy.model.dtype in (torch.float32, torch.float64)
-        # These settings measure how much the two differ.
-        and recipe.loss.sampling_correction == "none"
+        and recipe.loss.sampling_correction == "none"  # it measures how much the two differ
         and recipe.loss.off_policy_mask is None
     )
 

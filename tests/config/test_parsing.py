@@ -619,7 +619,7 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
         ({"generation.repetition_penalty": 1.1, "generation.min_completion_tokens": 2}, None),
         (
             {"loss.sampling_correction": "token_mask", **met("generation.vllm.in_flight")},
-            "loss.sampling_correction: the old log-probabilities of prefetched",
+            "loss.sampling_correction: is 1 for prefetched completions",
         ),
         ({"loss.ratio_level": "sequence"}, "loss.ratio_level = sequence with loss.normalize = tok"),
         ({"loss.ratio_level": "sequence", "loss.normalize": "completions"}, None),
