@@ -1,8 +1,5 @@
 """Tokens are selected among the sampled ones of an optimizer batch."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +8,7 @@ from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import WeightedSample
@@ -40,11 +38,11 @@ def episodes() -> list[WeightedSample]:
 
 
 def test_old_logprobs_are_never_those_of_a_rollout_function(model: PreTrainedModel) -> None:
-    run: Any = SimpleNamespace(
-        generator=SimpleNamespace(samples_from_policy=True), policy=SimpleNamespace(model=model)
-    )
-    assert logprob_passes.samples_as_trained(run, Recipe())
-    assert not logprob_passes.samples_as_trained(run, Recipe(rollout="my:function"))
+    run = run_of(model, Loss())
+    run.generator = TransformersGenerator(model, [2])
+    recipes = Recipe(), Recipe(rollout="my:function")
+    found = [logprob_passes.samples_as_trained(run, recipe) for recipe in recipes]
+    assert found == [True, False]
 
 
 def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
