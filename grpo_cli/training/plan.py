@@ -51,15 +51,16 @@ def plan_of(
     """
     notes = ["rewards, environments, evaluations and images are not counted"]
     parts = [part.data for part in recipe.dataset.mixture.values()] or [recipe.dataset.train or ""]
-    rows: data.Rows | None = None
+    rows, dataset = None, recipe.dataset
     tokenizer: PreTrainedTokenizerBase | None = None
     if not recipe.dataset.streaming and all(map(sources.is_local, parts)):
-        rows = next(iter(prepare.train_rows_of(recipe)[0].values())).rows
-        recipe = parsing.with_steps(recipe, len(rows.rows))
+        train = [*prepare.train_rows_of(recipe)[0].values()]
+        rows, dataset = train[0].rows, train[0].dataset
+        recipe = parsing.with_steps(recipe, sum(len(part.rows.rows) for part in train))
     elif recipe.epochs is not None:
         notes.append(f"epochs: the rows are not here; steps = {recipe.steps:,} is assumed")
     if (build := recipe.model.build) is not None:
-        read = data.solution_pairs(rows, recipe.dataset) if rows and build.merges else ()
+        read = data.solution_pairs(rows, dataset) if rows and build.merges else ()
         tokenizer = tiny.tokenizer_of(build, [tiny.Pair(*pair) for pair in read])
         config = tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id)  # no vision tower
     else:
@@ -70,7 +71,7 @@ def plan_of(
         device = devices.named(gpu, getattr(torch, recipe.arithmetic_dtype))
     prompt: float | None = prompt_tokens
     if prompt is None and rows is not None:
-        prompt = mean_prompt(recipe, rows, tokenizer)
+        prompt = mean_prompt(replace(recipe, dataset=dataset), rows, tokenizer)
     if prompt is None:
         prompt = recipe.dataset.max_prompt_tokens
         notes.append(

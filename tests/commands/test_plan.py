@@ -28,3 +28,11 @@ def test_a_folder_with_a_config_only(grpo: Grpo, tmp_path: Path) -> None:
     assert first["fits"]
     assert "adapter=" in first["set"]
     assert first["peak"] < found["peak"]
+
+
+def test_epochs_count_the_rows_of_each_part_of_a_mixture(grpo: Grpo) -> None:
+    words = ["plan", "--json", "epochs=1", "prompts_per_step=1400", "checkpoint.every=1"]
+    rows = "pkg://grpo_cli/samples/arithmetic_train.jsonl"
+    words += ["dataset.train=null", *(f"dataset.mixture.{part}.data={rows}" for part in "ab")]
+    one, both = (json.loads(grpo(*some)[1]) for some in (words[:-1], words))
+    assert both["checkpoint_bytes"] == 2 * one["checkpoint_bytes"]
