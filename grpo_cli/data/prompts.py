@@ -242,7 +242,10 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
             text, of_row = text + mark(of_row) + literal, ""
         if name is None:
             continue
-        value, _ = formatter.get_field(name, (), row)
+        try:
+            value, _ = formatter.get_field(name, (), row)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"there is no {{{name}}}") from error
         if value is None:
             raise ValueError(f"the column {name!r} is null")
         if isinstance(value, bytes):
