@@ -79,6 +79,8 @@ def _run(
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, Mapping):  # Hydra's grammar has no quotes around keys
+        return f"{{{','.join(f'{key}:{_text(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_text, value))}]"
     return quoted(str(value)) if isinstance(value, str | Path) else json.dumps(value)

@@ -12,7 +12,7 @@ import grpo_cli
 from grpo_cli.errors import UserError
 
 SMALL: dict[str, Any] = {
-    "model.build.hidden_size": 32, "model.build.warmup_steps": 0, "prompts_per_step": 2,
+    "model": {"build": {"hidden_size": 32, "warmup_steps": 0}}, "prompts_per_step": 2,
     "dataset.eval_limit": 4, "log.report": False, "device": "cpu",
 }  # fmt: skip
 
@@ -46,5 +46,5 @@ def test_a_mistake_is_an_exception() -> None:
             "arithmetic_tiny",
             rewards={"r": lambda completions: completions},
             **SMALL,
-            **{"reward.r.timeout": 5},
+            reward={"r": {"timeout": 5}},
         )

@@ -402,8 +402,10 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 def _allow_new_key(override: str) -> str:
     """Prefixes an override that may add a reward, benchmark, renamed column or schedule."""
+    if override.startswith(OPEN_KEYS) or re.match(r"[\w.]+=\{", override):
+        return f"++{override}"
     group, equals, choices = override.partition("=")
-    if group == "benchmark" and equals and choices not in ("null", "{}"):  # in no recipe's defaults
+    if group == "benchmark" and equals and choices != "null":  # in no recipe's defaults
         for name in choices.strip("[]").split(","):
             if name not in (known := _choices("benchmark")) and "." in name:
                 raise UserError(
@@ -411,7 +413,7 @@ def _allow_new_key(override: str) -> str:
                     "benchmark.NAME.data=FILE."
                 )
         return f"+benchmark=[{choices.strip('[]')}]"
-    return f"++{override}" if override.startswith(OPEN_KEYS) else override
+    return override
 
 
 def _read(path: Path) -> dict[str, Any]:
