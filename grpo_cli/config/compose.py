@@ -196,12 +196,10 @@ def shipped(name: str) -> dict[str, Any] | None:
     if name not in {path.stem for path in recipe_files()}:
         return None
     register_schema()
-    running = GlobalHydra.instance()
-    if running.is_initialized():  # at the end of a run
-        cfg = running.config_loader().load_configuration(name, [*QUIET_HYDRA], RunMode.RUN)
-    else:
-        with hydra.initialize_config_module("grpo_cli.recipes", version_base="1.3"):
-            cfg = hydra.compose(name)
+    of_run, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # it looks elsewhere
+    with hydra.initialize_config_module("grpo_cli.recipes", version_base="1.3"):
+        cfg = hydra.compose(name)
+    GlobalHydra.instance().hydra = of_run
     tree: Any = OmegaConf.to_container(cfg)
     tree.pop("hydra", None)
     return {"recipe": name, **{k: v for k, v in tree.items() if k != "recipe"}}

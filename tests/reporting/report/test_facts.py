@@ -1,10 +1,11 @@
 """What was run, how it stands, and which knobs were changed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_cli.config.compose import shipped
+from grpo_cli.config.compose import compose_and_call, shipped
 from grpo_cli.config.saved_recipe import changes
 from grpo_cli.reporting.report import facts
 from grpo_cli.reporting.run_folder import RunFolder
@@ -48,9 +49,14 @@ def test_evaluations_of_checkpoints(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_recipe_beside_the_shipped_one() -> None:
+def test_the_recipe_beside_the_shipped_one(tmp_path: Path) -> None:
     base = shipped("arithmetic_tiny")
     assert base is not None
+    (tmp_path / "stored.yaml").write_text("defaults: [arithmetic_tiny, _self_]\n")
+    inside: list[Any] = []
+    words = [f"recipe={tmp_path}/stored.yaml"]
+    compose_and_call(words, lambda _: inside.append(shipped("arithmetic_tiny")))
+    assert inside == [base]
     assert shipped("of_a_user") is None
     own = {**base, "steps": 7, "reward": {**base["reward"], "mine": {"weight": 0.5}}}
     assert changes(base, own) == {"reward.mine.weight": (1.0, 0.5), "steps": (240, 7)}
