@@ -106,14 +106,19 @@ def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
     RUN is a run's folder, or one of its checkpoints. With `recipe=`, the words stay as they are.
 
     Raises:
-        UserError: another user's run, whose recipe asks for what can run code.
+        UserError: no run, or another user's run, whose recipe asks for what can run code.
     """
     words = as_words(argv)
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
     start = Path(given.get("resume") or "auto").expanduser()
     runs = [p for p in (start, start.parent.parent) if os.path.lexists(p / "recipe.yaml")]
-    if "recipe" in given or start == Path("auto") or not runs:
+    names_recipe = "recipe" in given or (not runs and "model.path" in given)
+    if names_recipe or str(start) in ("auto", "null"):
         return words
+    if not runs:
+        raise UserError(
+            f"resume = {start}: holds no run (recipe.yaml); give outputs/NAME or its checkpoint."
+        )
     folder, file = runs[0], runs[0] / "recipe.yaml"
     if not provenance.is_own_run(folder):
         provenance.check_links(folder, "resume")
