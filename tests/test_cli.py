@@ -105,7 +105,7 @@ def test_a_sweep_names_its_jobs_and_leaves_no_file_of_hydra(grpo: Grpo, tmp_path
     none = "~/größe=1.jsonl"  # text that Hydra's grammar lacks
     code, out, _ = grpo("train", "-m", "seed=4,5", "steps=3", "--dataset.train", none)
     assert code == 2
-    assert re.fullmatch(r"\njob 0: .* seed=4 .*; outputs/arithmetic_tiny-0\n", out), out
+    assert re.fullmatch(r"\njob 0: .* seed=4 .*\n", out), out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 

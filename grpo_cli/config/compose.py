@@ -163,7 +163,7 @@ def compose_and_call(
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
             cfg.output_dir = f"{cfg.output_dir}-{job.job.num}"
             if os.environ.get("RANK", "0") == "0":
-                print(f"\njob {job.job.num}: {' '.join(job.overrides.task)}; {cfg.output_dir}")
+                print(f"\njob {job.job.num}: {' '.join(job.overrides.task)}")
         _replace_rewards(cfg)
         try:
             task(cfg)
