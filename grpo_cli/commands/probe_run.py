@@ -79,7 +79,7 @@ def measured(
     parts = ProbeParts(
         recipe, workers, tokenizer, logprobs, generator, stream, scorer, rollouter, state
     )
-    bar = Bar(reporter.console, "probe", number)
+    bar = Bar(reporter.console, "probe", min(number, len(stream.prompts)))
     try:
         generator.update_weights(model, 0)
         return run_probe(parts, number, samples, progress=bar.update)

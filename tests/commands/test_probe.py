@@ -35,7 +35,7 @@ def written(folder: str | Path) -> dict[str, Any]:
 
 @pytest.mark.runs
 def test_what_it_prints_and_writes(grpo: Grpo, rows: Path) -> None:
-    code, out, err = grpo("probe", *SMALL, "prompts=6", "samples=4")
+    code, out, err = grpo("probe", *SMALL, "dataset.train_limit=6", "samples=4")
     assert (code, err) == (0, ""), err
     folder = Path("outputs/probe/arithmetic_tiny")
     assert sorted(p.name for p in folder.iterdir()) == [
@@ -45,7 +45,7 @@ def test_what_it_prints_and_writes(grpo: Grpo, rows: Path) -> None:
     assert (found["prompts"], found["samples"], found["completions"]) == (6, 4, 24)
     assert [*found["signal"]] == ["2", "4"]
     assert found["verdict"] in out.splitlines()
-    for said in ("share of groups", "<- generation.num_generations", "log-probs", "length"):
+    for said in ("probe 6/6", "share of groups", "<- generation.num_gen", "log-probs", "length"):
         assert said in out
     code, out, _ = grpo("show", str(folder), "--number=2")
     assert code == 0
