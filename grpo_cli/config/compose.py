@@ -62,7 +62,7 @@ QUIET_HYDRA = (
     "hydra/hydra_logging=none",
     "hydra.searchpath=[pkg://grpo_cli.recipes]",
     "hydra.help.header='grpo COMMAND [recipe=NAME] [group=choice ...] [key=value ...]'",
-    "hydra.help.footer='docs/recipes.md explains every key. --hydra-help: flags of Hydra.'",
+    "hydra.help.footer='docs/knobs.md explains every key. --hydra-help: flags of Hydra.'",
 )
 # Hints for a value that is none of the group's choices.
 INSTEAD_OF_A_CHOICE = {
