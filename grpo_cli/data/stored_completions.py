@@ -147,10 +147,10 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
     table = load_files(find_files(path, None, "", key), key, path)
     table = undecoded(rename_columns(table, columns, str(path), "columns"))
     if "completion" not in table.column_names:
-        raise UserError(
-            f"{key} = {path}: has no column 'completion'; it has {listed(table.column_names)}. "
-            f"Name it with columns.completion=NAME.{nearest('completion', table.column_names)}"
-        )
+        names = table.column_names
+        how = f" Name it with columns.completion=NAME.{nearest('completion', names)}"
+        how = "" if key == "RUN" else how  # grpo show renames no columns
+        raise UserError(f"{key} = {path}: has no column 'completion'; it has {listed(names)}.{how}")
     rows = Rows(str(path), table.column_names, table)
     return [sample_of(line, n, f"{key} = {path}, row {n}", rows) for n, line in enumerate(table)]
 
