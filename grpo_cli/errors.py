@@ -44,9 +44,8 @@ NO_READER = "its output has no reader any more: the pipe was closed"
 
 def lost_reader(error: BaseException) -> bool:
     """Returns whether the reader of the output has exited, as with `grpo ... | head`."""
-    if isinstance(error, SystemExit):  # rich raises it instead of a BrokenPipeError
-        return isinstance(error.__context__, BrokenPipeError)
-    return isinstance(error, BrokenPipeError)
+    cause = error.__context__ if isinstance(error, SystemExit) else error  # SystemExit: by rich
+    return isinstance(cause, BrokenPipeError)
 
 
 def first_line(error: BaseException) -> str:

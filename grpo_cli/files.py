@@ -78,11 +78,7 @@ def read_json(path: str | Path, *needed: str) -> dict[str, Any]:
 
 
 def json_object(text: str, file: str | Path, *needed: str) -> dict[str, Any]:
-    """Returns the object of a JSON text, which must have the needed keys.
-
-    Args:
-        file: the text's place in messages.
-    """
+    """Returns the object of a JSON text from `file`, which must have the needed keys."""
     with reading(file):
         found = _mapping(json.loads(text), "JSON object")
         if missing := [key for key in needed if key not in found]:

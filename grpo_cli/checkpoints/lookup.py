@@ -56,11 +56,7 @@ def find_model(name: str) -> str:
 
 
 def check_model_folder(key: str, name: str) -> None:
-    """Checks that `name`, the value of `key`, is a model folder or a possible hub name.
-
-    Raises:
-        UserError: `name` is a path without a model.
-    """
+    """Raises a UserError if `name`, the value of `key`, is a path without a model."""
     path = Path(name).expanduser()
     if path.is_dir() and not paths.is_model(path):
         raise UserError(f"{key} = {name}: the folder holds no model (config.json, *.safetensors).")
@@ -70,8 +66,7 @@ def check_model_folder(key: str, name: str) -> None:
 
 def no_such_folder(key: str, name: str) -> UserError:
     """Returns the error for a folder that does not exist, with similar folder names."""
-    parent = Path(name).expanduser().parent
-    beside = [str(p) for p in parent.glob("*")] if parent.is_dir() else []
+    beside = map(str, Path(name).expanduser().parent.glob("*"))
     return UserError(f"{key} = {name}: there is no such folder.{nearest(name, beside)}")
 
 
@@ -116,9 +111,7 @@ def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
     if names_recipe or str(start) in ("auto", "null"):
         return words
     if not runs:
-        raise UserError(
-            f"resume = {start}: holds no run (recipe.yaml); give outputs/NAME or its checkpoint."
-        )
+        raise UserError(f"resume = {start}: holds no run (recipe.yaml); give outputs/NAME.")
     folder, file = runs[0], runs[0] / "recipe.yaml"
     if not provenance.is_own_run(folder):
         provenance.check_links(folder, "resume")

@@ -201,7 +201,6 @@ def shipped(name: str) -> dict[str, Any] | None:
         cfg = hydra.compose(name)
     GlobalHydra.instance().hydra = of_run
     tree: Any = OmegaConf.to_container(cfg)
-    tree.pop("hydra", None)
     return {"recipe": name, **{k: v for k, v in tree.items() if k != "recipe"}}
 
 
@@ -416,9 +415,7 @@ def _allow_new_key(override: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """Parses a recipe's file; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    return read_yaml(path)
+    return read_yaml(path) if path.is_file() else {}
 
 
 def is_stored(tree: Mapping[str, Any]) -> bool:

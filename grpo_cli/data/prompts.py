@@ -86,13 +86,12 @@ def make_prompts(
         return every, 0
     most = config.max_prompt_tokens
     prompts = [p for p in every if len(p.ids) <= most]
-    overlong = len(every) - len(prompts)
     if not prompts and not may_be_empty:
         raise UserError(
             f"dataset.max_prompt_tokens = {most}: every prompt of {rows.source} is longer (the "
             f"shortest has {min(len(p.ids) for p in every)} tokens)."
         )
-    return prompts, overlong
+    return prompts, len(every) - len(prompts)
 
 
 def encode(
@@ -352,11 +351,7 @@ class PromptStream:
         shuffle: bool,
         is_sound: Callable[[Prompt], bool] | None = None,
     ) -> None:
-        """Orders prompts.
-
-        Args:
-            is_sound: checks whether a prompt's images can be read; None: no check.
-        """
+        """is_sound: checks whether a prompt's images can be read; None: no check."""
         self.prompts = prompts
         self.is_sound = is_sound
         self.seed = seed
@@ -368,10 +363,8 @@ class PromptStream:
         for position in range(start, start + count):
             epoch, offset = divmod(position, len(self.prompts))
             if self._order[0] != epoch:
-                self._order = (
-                    epoch,
-                    epoch_order(self.seed, epoch, len(self.prompts), self.shuffle),
-                )
+                order = epoch_order(self.seed, epoch, len(self.prompts), self.shuffle)
+                self._order = (epoch, order)
             yield position, self.prompts[self._order[1][offset]]
 
     def prompt_at(self, position: int) -> Prompt:

@@ -118,10 +118,9 @@ def hold_out(rows: Rows, config: Dataset) -> tuple[Rows, Rows]:
             f"dataset.test_split_size = {size:g}: leaves no row to train on; {rows.source} has "
             f"{total:,}."
         )
-    held = set(random.Random("test_split/0").sample(range(total), count))
-    parts = [n for n in range(total) if n not in held], sorted(held)[: config.eval_limit]
-    train, test = (select_rows(rows, part) for part in parts)
-    return train, test
+    held = random.Random("test_split/0").sample(range(total), count)
+    train = select_rows(rows, sorted({*range(total)} - {*held}))
+    return train, select_rows(rows, sorted(held)[: config.eval_limit])
 
 
 def select_rows(rows: Rows, numbers: Sequence[int]) -> Rows:

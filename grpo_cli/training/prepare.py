@@ -112,8 +112,7 @@ def for_training(recipe: Recipe) -> Prepared:
             f"reward.{limited[0]}.datasets: is only read with dataset.mixture, or with data that "
             f"has a column {data.DATASET}."
         )
-    rows = sum(len(part.rows.rows) for part in train.values())
-    parsing.with_steps(recipe, rows)  # some of the rows may be dropped as over-long
+    parsing.with_steps(recipe, sum(len(part.rows.rows) for part in train.values()))  # at most
     executor = RewardExecutor(recipe.scoring)
     scorer = scorer_of_training(recipe, train, executor)
     held_out = held_out_of(recipe, eval_rows, executor)
