@@ -142,8 +142,9 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _parts(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the layers, and the outermost other modules that contain no layer."""
-    if module in layers or layers.isdisjoint(module.modules()):
+    """Yields the layers, and the outermost other modules that contain no layer and are called."""
+    is_list = isinstance(module, nn.ModuleList)  # Gemma 3n calls the members of its lists
+    if module in layers or (layers.isdisjoint(module.modules()) and not is_list):
         yield module
         return
     for child in module.children():

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from grpo_cli.models import attention, self_check, token_logprobs
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.self_check import Outcome, difference, excess
-from tests.models.families import Family
+from tests.models.families import BY_NAME, Family
 from tests.models.test_architectures import make
 from tests.models.test_policy_logprobs import make_rollouts
 
@@ -75,8 +76,11 @@ def gradient_of_first_norm(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_of_16_bit_compute_in_float32(tied: bool) -> None:
-    half = make(Family("llama", {"tie_word_embeddings": tied})).bfloat16()
+@pytest.mark.parametrize("name", ["llama", "gemma3n_text"])
+def test_weights_of_16_bit_compute_in_float32(name: str, tied: bool) -> None:
+    family = BY_NAME[name]
+    settings = family.settings | {"tie_word_embeddings": tied}
+    half = make(replace(family, settings=settings)).bfloat16()
     wide = copy.deepcopy(half).float()  # the same numbers
     kept = dict(half.named_parameters())
     assert self_check.is_16_bit(half)
