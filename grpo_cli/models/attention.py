@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.errors import typed_line
-from grpo_cli.models.families import ATTENTION_EXTRAS, window_of
+from grpo_cli.models.families import ATTENTION_EXTRAS, is_sparse, window_of
 from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
 from grpo_cli.models.kernels.arithmetic import merge as merge
 from grpo_cli.models.kernels.base import Kernel
@@ -172,7 +172,7 @@ def install(model: PreTrainedModel) -> bool:
     """
     if name_of(model) == NAME:
         return True
-    if name_of(model) != "sdpa" or not model._can_set_attn_implementation():
+    if name_of(model) != "sdpa" or not model._can_set_attn_implementation() or is_sparse(model):
         return False
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
