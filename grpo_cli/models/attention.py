@@ -149,8 +149,11 @@ def _attend(
     q, k, v = heads
     scale = q.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    width = v.shape[-1]
+    if q.shape[-1] > width:  # latent attention; kernels take heads of one size
+        v = nn.functional.pad(v, (0, q.shape[-1] - width))
     # Under autocast, rotary embeddings leave queries and keys wider than values.
-    return attending.attend(layer, q.to(v.dtype), k.to(v.dtype), v, scale)[None]
+    return attending.attend(layer, q.to(v.dtype), k.to(v.dtype), v, scale)[None, ..., :width]
 
 
 def narrowest_window(model: nn.Module) -> float:
