@@ -390,11 +390,17 @@ def check_context(
     """
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    why = ""
+    if rope.get("rope_type") == "longrope":
+        # A longer row changes the positions of the rows computed with it and of its own cache.
+        context = min(context, rope["original_max_position_embeddings"])
+        why = " (its longrope changes beyond them)"
     longest = max((len(p.ids) for p in prompts), default=0)
     if isinstance(context, int) and 0 < context < longest + max_tokens:
         raise UserError(
-            f"model.path = {path}: its context is {context:,} tokens, but the longest prompt has "
-            f"{longest:,} and generation.max_completion_tokens is {max_tokens:,}; lower "
+            f"model.path = {path}: its context is {context:,} tokens{why}, but the longest prompt "
+            f"has {longest:,} and generation.max_completion_tokens is {max_tokens:,}; lower "
             "generation.max_completion_tokens or dataset.max_prompt_tokens."
         )
 

@@ -76,11 +76,16 @@ def test_damaged_file_of_a_model_is_named(folder: Path, name: str) -> None:
         loading.load(Model(path=str(folder)), folder)
 
 
-def test_context_length_is_checked(model: PreTrainedModel) -> None:
-    model.config.max_position_embeddings = 128
+@pytest.mark.parametrize("longrope", [False, True])
+def test_context_length_is_checked(model: PreTrainedModel, longrope: bool) -> None:
+    model.config.max_position_embeddings, why = 128, ""
+    if longrope:
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+        model.config.max_position_embeddings, model.config.rope_parameters = 256, rope
+        why = r" \(its longrope changes beyond them\)"
     prompts = [Prompt.from_ids([5] * n) for n in (3, 10)]
     loading.check_context(model, "m", prompts, 118)
-    with pytest.raises(UserError, match=r"context is 128 tokens, but the longest prompt has 10"):
+    with pytest.raises(UserError, match=f"is 128 tokens{why}, but the longest prompt has 10"):
         loading.check_context(model, "m", prompts, 119)
 
 
