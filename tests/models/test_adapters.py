@@ -45,8 +45,8 @@ SOME = pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("lora", "r
 
 def base_of(kind: str) -> PreTrainedModel:
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    family = Family("qwen3_moe", settings) if kind == "experts" else Family("qwen2")
-    return make(family)
+    families = {"experts": Family("qwen3_moe", settings), "router": Family("phimoe", settings)}
+    return make(families.get(kind, Family("qwen2")))
 
 
 def adapted(kind: str, *, moved: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -257,6 +257,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nearest": ({"target_modules": ["q_porj"]}, "the model has no module q_porj. Did you mean q_p"),
     "pattern": ({"target_modules": r"(([\w.]+)+)+!"}, "matches no module"),
     "head": ({"target_modules": ["lm_head"]}, "lm_head is an embedding or the output head"),
+    "router": ({}, "model.layers.0.mlp.router is a router"),
     "field": ({"args": {"rnak_pattern": {}}}, "rnak_pattern"),
     "random": ({"args": {"init_lora_weights": "pissa_niter_4"}}, "is random and changes the model"),
     "rows": ({"args": {"trainable_token_indices": [1]}}, "trains rows of the embeddings"),
@@ -269,7 +270,7 @@ def test_an_adapter_that_does_not_fit(name: str) -> None:
     settings, message = BAD[name]
     adapter = replace(Adapter(method="lora"), **settings)
     with pytest.raises(UserError, match="adapter") as raised:
-        adapters.attach(base_of("lora"), adapters.config_of(adapter, "base", None), 0)
+        adapters.attach(base_of(name), adapters.config_of(adapter, "base", None), 0)
     assert message in str(raised.value)
 
 
