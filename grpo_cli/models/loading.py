@@ -24,7 +24,7 @@ from grpo_cli.errors import UserError, first_line, nearest
 from grpo_cli.files import read_json, read_text, reading
 from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
-from grpo_cli.models.settings import OF_FILES, OF_WEIGHTS, Model
+from grpo_cli.models.settings import DROPOUTS, OF_FILES, OF_WEIGHTS, Model
 from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
@@ -447,9 +447,9 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> int:
 
 
 def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> None:
-    """Sets all dropout rates of a model config (fields that end with dropout or pdrop)."""
+    """Sets all dropout rates of a model config."""
     for name, value in model_config.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
+        if name.endswith(DROPOUTS) and isinstance(value, (int, float)):
             setattr(model_config, name, rate)
 
 

@@ -213,9 +213,10 @@ def with_gradient(
     if not trained:
         return Outcome.of(rollouts, compute()[0])
     # The gradient of a norm in the first layer depends on all layers. So does that of an
-    # adapter's matrix B; that of A is 0 as long as B is 0.
-    of_adapter = (p for name, p in model.named_parameters() if ".lora_B." in name)
-    norms = (p for p in trained if p.ndim == 1)
+    # adapter's matrix B; that of A is 0 as long as B is 0, and that of the keys' bias is always.
+    named = [*model.named_parameters()]
+    of_adapter = (p for name, p in named if ".lora_B." in name)
+    norms = (p for name, p in named if p.requires_grad and p.ndim == 1 and "bias" not in name)
     first = next(of_adapter, None)
     first = next(norms, trained[0]) if first is None or not first.requires_grad else first
     with torch.enable_grad(), recomputing(model):

@@ -12,6 +12,7 @@ from grpo_cli.models.adapter_methods import METHODS
 # from_pretrained's arguments for file locations, of all files and of weights only.
 OF_FILES = ("subfolder", "cache_dir", "local_files_only", "force_download")
 OF_WEIGHTS = ("variant", "use_safetensors")
+DROPOUTS = ("dropout", "pdrop", "dropout_prob")  # endings of fields with dropout rates
 # Arguments of from_pretrained that model.args must not set, and the alternative for each.
 NOT_IN_ARGS = {
     "dtype": "write model.dtype",
@@ -171,7 +172,7 @@ class Model:
     @property
     def refused_args(self) -> dict[str, str]:
         """The entries of `args` that must not be set, and what to do instead."""
-        dropouts = [name for name in self.args if name.endswith(("dropout", "pdrop"))]
+        dropouts = [name for name in self.args if name.endswith(DROPOUTS)]
         instead = dict.fromkeys(dropouts, "write model.dropout") | NOT_IN_ARGS
         return {name: instead[name] for name in self.args if name in instead}
 
