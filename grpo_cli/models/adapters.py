@@ -171,8 +171,7 @@ def attach(model: PreTrainedModel, config: PeftConfig | None, seed: int) -> None
             )
         if isinstance(base, nn.Linear) and "Router" in type(base).__name__:  # Llama 4, PhiMoE
             raise UserError(
-                f"adapter.target_modules: {name} is a router, which is no plain linear layer; name "
-                "the layers to adapt, such as [q_proj, k_proj, v_proj, o_proj]."
+                f"adapter.target_modules: {name} is a router; name other layers, such as [q_proj]."
             )
     is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     for name, module in model.named_modules():

@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.errors import typed_line
-from grpo_cli.models.families import ATTENTION_EXTRAS, is_sparse, window_of
+from grpo_cli.models.families import ATTENTION_EXTRAS, SPARSE, window_of
 from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
 from grpo_cli.models.kernels.arithmetic import merge as merge
 from grpo_cli.models.kernels.base import Kernel
@@ -175,12 +175,13 @@ def install(model: PreTrainedModel) -> bool:
     """
     if name_of(model) == NAME:
         return True
-    if name_of(model) != "sdpa" or not model._can_set_attn_implementation() or is_sparse(model):
+    text = model.config.get_text_config(decoder=True)
+    is_sparse = any(getattr(text, name, None) for name in SPARSE)
+    if name_of(model) != "sdpa" or is_sparse or not model._can_set_attn_implementation():
         return False
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     # Only in the decoder: layers of a vision tower have no index, and are not causal.
-    text = model.config.get_text_config(decoder=True)
     part = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), "")
     model.set_attn_implementation({part: NAME} if part else NAME)
     return True

@@ -27,7 +27,7 @@ LOGIT_SOFTCAPS = (
 
 # Arguments of attention that change its result and that attention by parts does not support.
 ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
-# Fields of configs whose attention reads only the keys that an indexer selects (DeepSeek V3.2).
+# Fields of models that attend to selected keys, and select only in sdpa and eager (DeepSeek V3.2).
 SPARSE = ("index_topk", "index_topk_blocks")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
@@ -98,12 +98,6 @@ def is_recurrent(model: PreTrainedModel) -> bool:
         or not RECURRENT_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
         or any(isinstance(m, nn.Conv1d) and m.groups > 1 for m in model.modules())
     )
-
-
-def is_sparse(model: PreTrainedModel) -> bool:
-    """Returns whether attention selects its keys, which it does only where it is eager or sdpa."""
-    config = model.config.get_text_config(decoder=True)
-    return any(getattr(config, name, None) for name in SPARSE)
 
 
 def image_tokens(config: PretrainedConfig) -> tuple[int, ...]:

@@ -154,8 +154,9 @@ def load(
     # Checkpoints' model folders have it again, if training computes in it: otherwise they would
     # lose changes that are smaller than its precision.
     model.stored_dtype = stored if stored == half_type else None
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+    if (template := config.chat_template) is not None:  # `hermes` (built in), a file or a string
+        file = sources.template_file(template)
+        tokenizer.chat_template = template if file is None else read_text(file, LONGEST)
     prepare_for_training(model, config)
     return model, tokenizer
 
@@ -361,9 +362,6 @@ def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:
 def check_embeddings(model: PreTrainedModel, path: str, prompts: Sequence[Prompt]) -> None:
     """Checks that all tokens of the prompts have an embedding.
 
-    Args:
-        path: the model's path, for the message.
-
     Raises:
         UserError: a token has no embedding.
     """
@@ -380,10 +378,6 @@ def check_context(
     model: PreTrainedModel, path: str, prompts: Sequence[Prompt], max_tokens: int
 ) -> None:
     """Checks that the prompts with their completions fit into the model's context.
-
-    Args:
-        path: the model's path, for the message.
-        max_tokens: generation.max_completion_tokens.
 
     Raises:
         UserError: a prompt and its completion do not fit.
@@ -451,12 +445,6 @@ def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> Non
     for name, value in model_config.to_dict().items():
         if name.endswith(DROPOUTS) and isinstance(value, (int, float)):
             setattr(model_config, name, rate)
-
-
-def read_template(template: str) -> str:
-    """Returns a chat template from a template string, from `hermes` (built in), or from a file."""
-    file = sources.template_file(template)
-    return template if file is None else read_text(file, LONGEST)
 
 
 def eos_ids(config: transformers.GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

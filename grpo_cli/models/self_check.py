@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -209,16 +210,14 @@ def with_gradient(
     Args:
         compute: returns (log-probabilities [B, C] of the rollouts, entropies).
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
         return Outcome.of(rollouts, compute()[0])
     # The gradient of a norm in the first layer depends on all layers. So does that of an
     # adapter's matrix B; that of A is 0 as long as B is 0, and that of the keys' bias is always.
-    named = [*model.named_parameters()]
     of_adapter = (p for name, p in named if ".lora_B." in name)
-    norms = (p for name, p in named if p.requires_grad and p.ndim == 1 and "bias" not in name)
-    first = next(of_adapter, None)
-    first = next(norms, trained[0]) if first is None or not first.requires_grad else first
+    norms = (p for name, p in named if p.ndim == 1 and "bias" not in name)
+    first = next(chain(of_adapter, norms, [named[0][1]]))
     with torch.enable_grad(), recomputing(model):
         logprobs, _ = compute()
         signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1

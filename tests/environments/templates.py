@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.models import loading, tiny
+from grpo_cli.config import sources
+from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 
 MULTIPLY: dict[str, Any] = {
@@ -44,7 +45,7 @@ RESPONSE_TEMPLATE: dict[str, Any] = {
 }
 
 FOLDER = Path(__file__).parent / "chat_templates"
-SHIPPED = {"tiny": tiny.CHAT_TEMPLATE, "hermes": loading.read_template("hermes")}
+SHIPPED = {"tiny": tiny.CHAT_TEMPLATE, "hermes": sources.template_file("hermes").read_text()}
 
 
 @dataclass
