@@ -44,7 +44,7 @@ from grpo_cli.errors import (
 )
 from grpo_cli.files import read_json, read_yaml
 
-# Errors of a full or read-only disk. They are no bugs, and are printed as one sentence.
+# Errors of a full or read-only disk. They are not bugs, and are printed as one sentence.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 PRINT_SECONDS = 3.0  # time for a node's first process to print an error that all raise
 RUNNING = Path("/proc/loadavg")  # its fourth field: threads that run now / all threads

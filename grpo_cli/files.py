@@ -60,7 +60,7 @@ def open_file(path: str | Path) -> IO[bytes]:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no plain file")
+        raise OSError("it is not a plain file")
     return file
 
 

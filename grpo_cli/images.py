@@ -170,7 +170,7 @@ class StoredImage:
             names = listed(str(place) for place in there[:3])
             raise ValueError(f"{path} may be any of {names}; give paths from {folders[0]} on")
         if found.exists() and not found.is_file():
-            raise ValueError(f"{found} is no file")
+            raise ValueError(f"{found} is not a file")
         return found
 
     @contextmanager

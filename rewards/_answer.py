@@ -165,7 +165,7 @@ _NAME = re.compile(
 _MARKS = words_of(
     "angle triangle overline vec hat bar overrightarrow frac sin cos tan cot max min cap cup mid"
 )
-# These are no nouns, and stand in names: "Area of the square", "total time".
+# These are not nouns, and stand in names: "Area of the square", "total time".
 _OF_NAMES = words_of("of total per time times max min maximum minimum square base")
 _SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|\\?[A-Za-z]+\s*\([A-Za-z, ]*\)")
 

@@ -190,7 +190,7 @@ def final_box(text: str) -> str | None:
 
     Boxes with nothing but commas, "and" or "or" between them are one list: `\boxed{3}, \boxed{5}`
     is `3, 5`. A box inside a box belongs to the outer one. "Not \boxed{3}" and "\boxed{3} is
-    wrong" are no answers.
+    wrong" are not answers.
     """
     text = _BARE_BOX.sub(r"\\boxed{\1}", text)
     outer: list[tuple[int, int, int]] = []

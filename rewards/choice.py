@@ -130,7 +130,7 @@ def _gold_letter(gold: str, letters: str) -> str:
 @functools.lru_cache
 def _patterns(letters: str) -> _Patterns:
     label = f"[{letters.upper()}{letters.lower()}]"
-    # These are no words, so that one counts before any word.
+    # These are not words, so that one counts before any word.
     sure = f"[{''.join(one for one in letters.upper() if one.isalpha() and one not in 'AI')}]"
     sure = sure if sure != "[]" else r"(?!)"
     bracketed = rf"[(\[【]\s?({label})\s?[)\]】]"

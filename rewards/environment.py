@@ -24,7 +24,7 @@ def environment(
     """Returns the rewards that the environment gave for turns and for the whole episode, summed.
 
     0.0 where it gave none, as an environment does that pays only for success; None for a completion
-    that is no episode.
+    that is not an episode.
 
     Recipe args:
         name: "turns": only the sum of the rewards of turns. Another name: only the episode's reward

@@ -325,7 +325,7 @@ async def _reply(
             + ADVICE.get(error.status_code, "")
         ) from error
     except (openai.OpenAIError, ValueError, AttributeError, IndexError, TypeError) as error:
-        raise RuntimeError(f"judge: {where} sent what is no chat completion: {error}.") from error
+        raise RuntimeError(f"judge: {where} sent no chat completion: {error}.") from error
 
 
 ADVICE = {

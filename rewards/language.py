@@ -37,7 +37,7 @@ def language(
     r"""Returns the share of the completion's letters in the wanted script, from 0.0 to 1.0.
 
     In the manner of DeepSeek-R1's language-consistency reward (arXiv 2501.12948), by letters rather
-    than words. Digits, punctuation, symbols and accents are no letters; nor does what stands in
+    than words. Digits, punctuation, symbols and accents are not letters; nor does what stands in
     code, in formulas (`$...$`, `$$...$$`, `\(...\)`, `\[...\]`), in the names of LaTeX commands
     such as `\frac` and in tags such as `<think>` count.
 
@@ -79,7 +79,7 @@ def _share(text: str, script: str) -> float | None:
 
 @functools.lru_cache
 def _patterns(script: str) -> tuple[Any, Any]:
-    """Returns patterns of what is no letter of one script, and of what is not wanted."""
+    """Returns patterns of what is not a letter of one script, and of what is not wanted."""
     import regex
 
     wanted = "".join(rf"\p{{Script={name}}}" for name in MIXTURES.get(script, (script,)))

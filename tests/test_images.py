@@ -88,8 +88,8 @@ def test_pickled_it_holds_its_bytes() -> None:
         ("https://a.b/c.png", r"it is a URL \(https://a.b/c.png\); store the image"),
         ({"url": "x"}, "it has the keys url; an image is a path"),
         ({"bytes": None, "path": None}, "it is empty"),
-        ("/dev/zero", "/dev/zero is no file"),
-        (".", "is no file"),
+        ("/dev/zero", "/dev/zero is not a file"),
+        (".", "is not a file"),
     ],
 )
 def test_a_broken_picture_ends_in_a_sentence(source: Any, reason: str) -> None:
@@ -100,7 +100,7 @@ def test_a_broken_picture_ends_in_a_sentence(source: Any, reason: str) -> None:
 def test_a_pipe_is_no_picture(tmp_path: Path) -> None:
     """Opening it would wait for someone to write."""
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(ImageError, match=r"row 3: the image cannot be read: .*pipe.png is no file"):
+    with pytest.raises(ImageError, match=r"row 3: the image cannot be read: .*pipe.png is not a"):
         _ = StoredImage("pipe.png", "row 3", folder=str(tmp_path)).size
 
 

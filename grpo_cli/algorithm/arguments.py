@@ -52,8 +52,8 @@ def problems(recipe: Recipe, given: Collection[str] = ()) -> Iterator[str]:
             continue
         if unknown := [t for t in parameters(function)[0] if t not in tensors]:
             yield (
-                f"{key} = {name}: takes {unknown[0]!r}, which is no tensor it can be given; there "
-                f"are {listed(tensors)}."
+                f"{key} = {name}: takes {unknown[0]!r}, which is not a tensor it can be given; "
+                f"there are {listed(tensors)}."
             )
             continue
         yield from _unread(recipe, key, function, given)
@@ -145,7 +145,7 @@ def _argument_problems(
         yield from violation(key, value, vars(own.arg))
         if arg in scheduled:
             if type(value) not in (int, float):
-                yield f"schedules.{key}: {key} = {as_written(value)} is no number."
+                yield f"schedules.{key}: {key} = {as_written(value)} is not a number."
             yield from scheduled_violation(key, scheduled[arg].to, vars(own.arg), own.kind)
     if all(arg in known for arg in config.args):
         config.args = values

@@ -30,8 +30,8 @@ class Lock:
         for file in (folder / name for name in (NAME, *paths.RUN_FILES)):
             if os.path.lexists(file) and not file.is_file():  # a folder, a pipe, a broken link
                 raise UserError(
-                    f"output_dir = {paths.shown(folder)}: its {file.name} is no plain file; remove "
-                    "it, or choose another output_dir."
+                    f"output_dir = {paths.shown(folder)}: its {file.name} is not a plain file; "
+                    "remove it, or choose another output_dir."
                 )
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -145,7 +145,7 @@ def is_model(path: Path) -> bool:
     """
     has_config = any((path / n).is_file() for n in ("config.json", ADAPTER_CONFIG))
     if has_config and (pipes := [file for file in path.iterdir() if file.is_fifo()]):
-        raise UserError(f"{pipes[0]}: cannot be read: it is no plain file.")
+        raise UserError(f"{pipes[0]}: cannot be read: it is not a plain file.")
     return has_config and any(path.glob("*.safetensors"))
 
 

@@ -262,7 +262,7 @@ class _Loading(DefaultLoadPlanner):
         heartbeat.touch()  # reading a large checkpoint takes long
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class _Unpickler(pickle.Unpickler):

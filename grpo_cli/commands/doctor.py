@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
     words = as_words(argv)
     if others := [word for word in words if recipe_key(word) not in RECIPE_KEYS]:
         hint = nearest(recipe_key(others[0]), RECIPE_KEYS)
-        raise UserError(f"grpo doctor: {others[0]}: is no key of a recipe.{hint}")
+        raise UserError(f"grpo doctor: {others[0]}: is not a key of a recipe.{hint}")
     argv = words
     recipe = composed(argv) if argv else None
     folder = Path("outputs" if recipe is None else recipe.output_dir)

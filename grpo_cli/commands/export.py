@@ -170,7 +170,7 @@ def export(
                 written = {name: model_folder.write_safetensors(out / name, dict(each))}
             else:
                 written = model_folder.write_weights(out, each)
-            # The config last: without one, an incomplete folder is no model.
+            # The config last: without one, an incomplete folder is not a model.
             copy_others(files, out, dtype)
     except BaseException as error:  # also a Ctrl-C
         if was_there:  # perhaps a link or a mount

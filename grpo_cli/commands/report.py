@@ -66,7 +66,7 @@ def output_path(runs: Sequence[RunFolder], given: str | None) -> Path:
     if path.is_dir():
         raise UserError(f"--output = {given}: is a folder; give a file such as report.html.")
     if path.exists() and not path.is_file():
-        raise UserError(f"--output = {given}: is no plain file; give one such as report.html.")
+        raise UserError(f"--output = {given}: is not a plain file; give one such as report.html.")
     real = Path(os.path.realpath(path))  # `resolve` raises at a loop of links
     is_of_run = any(real.is_relative_to(run.path.resolve()) for run in runs)
     if is_of_run and path.exists() and not page.is_report(path):

@@ -94,7 +94,7 @@ def find(path: Path, step: int | None) -> Path:
         return file
     there = stored_completions.steps_stored(path)
     if not there:
-        raise UserError(f"--step = {step}: {path} is no run with stored completions.")
+        raise UserError(f"--step = {step}: {path} is not a run with stored completions.")
     raise UserError(
         f"--step = {step}: {path} has no completions of this step; it has those of the steps "
         f"{', '.join(map(str, there))} (log.completions_every)."

@@ -304,7 +304,7 @@ def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
 
 
 def _problems_of_value(typed: DictConfig, word: str) -> Iterator[str]:
-    """Yields the message about a word whose key is no knob, or whose value has another type."""
+    """Yields the message about a word whose key is not a knob, or whose value has another type."""
     try:
         (override,) = OverridesParser.create().parse_overrides([word])
         if not (override.is_sweep_override() or word.startswith(("hydra.", *OPEN_KEYS))):

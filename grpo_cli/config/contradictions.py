@@ -226,7 +226,7 @@ def _of_mixture(recipe: Recipe) -> Iterator[str]:
     for name, one in named if parts else ():
         if one not in parts:
             yield (
-                f"reward.{name}.datasets: {one!r} is no data set of dataset.mixture; there are "
+                f"reward.{name}.datasets: {one!r} is not a data set of dataset.mixture; there are "
                 f"{listed(parts)}.{nearest(one, parts)}"
             )
 

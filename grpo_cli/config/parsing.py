@@ -150,7 +150,7 @@ def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
         if key not in SCHEDULABLE and not key.startswith("loss.args."):
             beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
             raise UserError(
-                f"schedules.{key}: is no scalar that can follow the step; there are "
+                f"schedules.{key}: is not a scalar that can follow the step; there are "
                 f"{listed(beside or SCHEDULABLE)}.{nearest_key(key, SCHEDULABLE)}"
             )
         if key in out and key == name:

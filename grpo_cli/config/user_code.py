@@ -57,7 +57,7 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
     """
     module_name, is_path, attribute = path.partition(":")
     if not is_path:
-        raise UserError(f"{where}: is no function; give it as my_module:my_function.")
+        raise UserError(f"{where}: is not a function; give it as my_module:my_function.")
     module = import_module(module_name, where)
     function = getattr(module, attribute, None)
     if not callable(function):

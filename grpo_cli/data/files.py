@@ -103,7 +103,7 @@ def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Pat
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
     if not path.is_file():  # a pipe, which waits for a writer
-        raise UserError(f"{key} = {path}: is no plain file.")
+        raise UserError(f"{key} = {path}: is not a plain file.")
     return [path]
 
 

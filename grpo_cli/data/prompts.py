@@ -252,7 +252,7 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
                 value = value.decode()
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"the column {name!r} holds bytes that are no UTF-8 text ({value[:20]!r})"
+                    f"the column {name!r} holds bytes that are not UTF-8 text ({value[:20]!r})"
                 ) from error
         value = formatter.convert_field(value, conversion)  # type: ignore[arg-type]
         of_row += format(value, (spec or "").format_map(row))
@@ -313,7 +313,7 @@ def prompt_texts(rows: Rows, config: Dataset) -> list[Any]:
         except UserError as error:
             wrong.append(str(error))
     if len(wrong) > 1:
-        wrong[3:] = [f"{len(wrong):,} of {len(rows.rows):,} rows of {rows.source} are no prompts."]
+        wrong[3:] = [f"{len(wrong):,} of {len(rows.rows):,} rows of {rows.source} are not prompts."]
     if wrong:
         raise UserError("\n".join(wrong))
     return texts

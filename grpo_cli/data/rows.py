@@ -190,7 +190,7 @@ def check_templates(
                     is_list = isinstance(value, list)
                     kind, index = ("a list", "0") if is_list else ("an object", "KEY")
                     raise UserError(
-                        f"{key}: {source}: the column {field!r} holds {kind}, which is no text; "
+                        f"{key}: {source}: the column {field!r} holds {kind}, which is not text; "
                         f"name a part of it, as in {{{field}[{index}]}}."
                     )
         except (ValueError, LookupError, AttributeError, TypeError) as error:
@@ -201,7 +201,7 @@ def check_templates(
 
 
 def columns_named(template: str) -> list[str]:
-    """Returns the columns that a template names; none if it is no template."""
+    """Returns the columns that a template names; none if it is not a template."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field]
     except ValueError:

@@ -43,7 +43,7 @@ leave: Callable[[], bool] | None = None  # whether to interrupt now, if possible
 _calls = 0  # open `calling` blocks
 
 
-class Interrupt(SignalReceived):
+class WorkInterrupted(SignalReceived):
     """Raised to interrupt the current work because the run must end."""
 
 
@@ -82,11 +82,11 @@ def beat() -> None:
     """Records progress of the main thread, which the stall detector watches.
 
     Raises:
-        Interrupt: the run must end, and the current work may be interrupted.
+        WorkInterrupted: the run must end, and the current work may be interrupted.
     """
     touch()
     if leave is not None and leave():
-        raise Interrupt
+        raise WorkInterrupted
 
 
 def beat_of_main() -> None:
@@ -124,7 +124,7 @@ def waiting() -> Iterator[None]:
 def calling() -> Iterator[None]:
     """Marks a main-thread call of a user's function, which may never return or beat.
 
-    `interrupt_call` raises Interrupt inside the call, as Ctrl-C raises KeyboardInterrupt.
+    `interrupt_call` raises WorkInterrupted inside the call, as Ctrl-C raises KeyboardInterrupt.
     """
     global _calls
     _calls += 1
@@ -140,13 +140,13 @@ def is_calling() -> bool:
 
 
 def interrupt_call(*_: object) -> None:
-    """Signal handler that raises Interrupt if the main thread is in a user's function.
+    """Signal handler that raises WorkInterrupted if the main thread is in a user's function.
 
     Raises:
-        Interrupt: the run must end.
+        WorkInterrupted: the run must end.
     """
     if is_calling() and leave is not None and leave():
-        raise Interrupt
+        raise WorkInterrupted
 
 
 def state() -> Activity:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.distributed.heartbeat import Interrupt
+from grpo_cli.distributed.heartbeat import WorkInterrupted
 from grpo_cli.distributed.stop_signal import Interrupted, StopSignal
 from grpo_cli.distributed.workers import Workers
 
@@ -70,7 +70,7 @@ class Interrupts:
         heartbeat.leave = self.is_due
         try:
             yield
-        except Interrupt:
+        except WorkInterrupted:
             is_interrupted = True
         finally:
             heartbeat.leave = None

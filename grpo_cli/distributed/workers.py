@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp, heartbeat
-from grpo_cli.distributed.heartbeat import Interrupt, waiting
+from grpo_cli.distributed.heartbeat import WorkInterrupted, waiting
 from grpo_cli.distributed.process_log import flush_output
 from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.errors import TrainingError, UserError
@@ -243,12 +243,12 @@ class Workers:
     def raise_together(self) -> Iterator[None]:
         """Raises on all processes if the block fails on one, so that none waits for it."""
         error: Exception | None = None
-        interrupt: Interrupt | None = None
+        interrupt: WorkInterrupted | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        except Interrupt as caught:
+        except WorkInterrupted as caught:
             interrupt = caught
         if self.size == 1:
             if error is not None or interrupt is not None:

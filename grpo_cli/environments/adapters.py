@@ -158,12 +158,12 @@ class Maker:
             args = args.get(name, {})
             if not isinstance(args, Mapping):
                 raise UserError(
-                    f"environment.args.{name}: {described_value(args)} is no mapping; give the "
+                    f"environment.args.{name}: {described_value(args)} is not a mapping; give the "
                     f"arguments of the environment {name!r} by name."
                 )
         where = f"{key} = {path}"
         if ":" not in path:
-            raise UserError(f"{where}: is no class; give it as my_module:MyClass.")
+            raise UserError(f"{where}: is not a class; give it as my_module:MyClass.")
         module_name, _, attribute = path.partition(":")
         module = import_module(module_name, where)
         if not callable(call := getattr(module, attribute, None)):

@@ -329,7 +329,7 @@ def converted(value: Any, schema: Any) -> Any:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def types_of(schema: Any) -> list[str]:

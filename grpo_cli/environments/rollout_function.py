@@ -62,7 +62,7 @@ class Conversation:
         if not self._has_begun:
             raise Broken(
                 "conversation.call_tools was called before the model's first turn; what the model "
-                "has not asked for is no call of a tool: call the function itself"
+                "has not asked for is not a call of a tool: call the function itself"
             )
         answers = await self._functions.answer(calls_of(message))
         self._calls += answers.calls

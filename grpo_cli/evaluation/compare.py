@@ -33,7 +33,7 @@ judged by the same rules; completions.parquet is read beside each eval.json. A a
 the folders.
 
 In `flipped +G -L`, G rows went from less than half of their completions right in A to more than
-half in B, and L rows the other way round; exactly half, in either, is no flip.
+half in B, and L rows the other way round; exactly half, in either, is not a flip.
 
 """
 

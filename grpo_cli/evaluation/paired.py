@@ -26,7 +26,7 @@ def paired(
     """Compares one benchmark: accuracies, difference, interval, p-value and flipped rows.
 
     A row flips if its share of right completions is below one half in one evaluation and above it
-    in the other; exactly one half is no flip. With one completion a row, a flip is a change from
+    in the other; exactly one half is not a flip. With one completion a row, a flip is a change from
     wrong to right or from right to wrong.
 
     Args:

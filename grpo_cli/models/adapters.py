@@ -57,7 +57,7 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> PeftConfig |
         if sources.is_adapter(folder) and (folder / WEIGHTS).is_file():
             return read_config(folder)
         raise UserError(
-            f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
+            f"adapter.path = {adapter.path}: is not a folder with adapter_config.json and "
             "adapter_model.safetensors."
         )
     method, targets = METHODS[adapter.method], adapter.target_modules

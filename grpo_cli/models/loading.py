@@ -259,8 +259,8 @@ def read_config(config: Model, path: str | Path) -> PretrainedConfig:
         if name not in public:
             allowed = [*public, *OF_FILES, *OF_WEIGHTS]
             raise UserError(
-                f"model.args.{name}: is no field of the config of {path} and no argument that says "
-                f"where its files are.{nearest(name, allowed)}"
+                f"model.args.{name}: is not a field of the config of {path} and no argument that "
+                f"says where its files are.{nearest(name, allowed)}"
             )
     if not fields:
         return known

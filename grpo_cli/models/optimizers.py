@@ -101,7 +101,7 @@ def optimizer_class(config: Optimizer) -> type[torch.optim.Optimizer]:
         )
     found = import_function(name, where)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(f"{where}: is no torch.optim.Optimizer.")
+        raise UserError(f"{where}: is not a torch.optim.Optimizer.")
     return found
 
 

@@ -57,7 +57,7 @@ class RunFolder:
         needed = ("recipe.yaml", STATUS) if starting else ("recipe.yaml",)
         if not any((folder / name).is_file() for name in needed):
             raise UserError(
-                f"{key} = {given}: this is no folder of a run, which has a recipe.yaml; give "
+                f"{key} = {given}: this is not a folder of a run, which has a recipe.yaml; give "
                 "one such as outputs/NAME."
             )
         provenance.check_links(folder, key)

@@ -29,7 +29,7 @@ from grpo_cli.reporting.run_folder import STATUS
 
 SECONDS = 1.0  # between two writes
 LOCK_SECONDS = 2.0  # longest wait of `end` for a write, on a file system that hangs
-STOPS = (KeyboardInterrupt, Stopped, StoppedWhileStarting, heartbeat.Interrupt)
+STOPS = (KeyboardInterrupt, Stopped, StoppedWhileStarting, heartbeat.WorkInterrupted)
 
 # The state of a run by its stage of `heartbeat`; in other stages it is training or starting.
 STATES = {"evaluate": "evaluating", "checkpoint": "saving", "hub": "saving"}

@@ -182,7 +182,7 @@ def _parse(source: str, snippet: str) -> ast.Module:
         with warnings.catch_warnings(action="ignore"):
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the test {_short(snippet)} is no Python: {error}.") from None
+        raise ValueError(f"the test {_short(snippet)} is not Python: {error}.") from None
 
 
 class _Types(ast.NodeTransformer):
@@ -208,7 +208,7 @@ def _code(source: str) -> Any:
         with warnings.catch_warnings(action="ignore"):
             return compile(tree, "<test>", "exec", dont_inherit=True)
     except (SyntaxError, RecursionError) as error:  # such as a `return` outside a function
-        raise ValueError(f"the test {_short(source)} is no Python: {error}.") from None
+        raise ValueError(f"the test {_short(source)} is not Python: {error}.") from None
 
 
 def _names_of_the_program(
@@ -224,7 +224,7 @@ def _names_of_the_program(
         ValueError: there is no such name, or the tests could execute the program's return values.
     """
     imports = _imports(nodes)
-    # Of attributes, keywords and imports; an attribute `compile` or `eval` is no builtin.
+    # Of attributes, keywords and imports; an attribute `compile` or `eval` is not a builtin.
     words = {getattr(n, key, "") for n in nodes for key in ("attr", "arg", "name")}
     used_words = EVALUATING_WORDS & words
     if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports | used_words:

@@ -100,7 +100,7 @@ class Codec:
         """Rebuilds an error of the other side."""
         kind = vars(builtins).get(kind) if isinstance(kind, str) else kind
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise self.peer.fail("the program sent something that is no exception")
+            raise self.peer.fail("the program sent something that is not an exception")
         try:
             error = kind(*args)
         except Exception:
@@ -182,7 +182,7 @@ class Codec:
                 _fill(box, items)
             heap[:] = (boxes[number] for number in range(len(boxes)))
         except Exception as error:
-            why = f"the program sent something that is no message ({type(error).__name__})"
+            why = f"the program sent something that is not a message ({type(error).__name__})"
             raise self.peer.fail(why) from None
         return value, {entry[0]: as_json(entry) for entry in entries}
 

@@ -86,7 +86,7 @@ class Peer:
 
     def checked(self, answer: Any, *kinds: type) -> Any:
         if self.is_strict and type(answer) not in kinds:
-            raise self.fail("an object of the program is no number, and computes to no value")
+            raise self.fail("an object of the program is not a number, and computes to no value")
         return answer
 
     def fail(self, why: str) -> BrokenError:
@@ -131,7 +131,7 @@ class Peer:
                 given: list[Any] = []
                 (name, arguments), known = self.codec.read(tree, given)
                 if type(name) is not str or type(arguments) is not tuple:
-                    raise self.fail("the program sent something that is no request")
+                    raise self.fail("the program sent something that is not a request")
                 self.reply(lambda: self.perform(name, arguments), given, known)  # noqa: B023
                 continue
             (outcome, printed), _ = self.codec.read(tree, heap)
@@ -184,5 +184,5 @@ class Peer:
             if end != len(line) - 1:
                 raise ValueError
         except (ValueError, StopIteration, RecursionError, OSError):
-            raise self.fail("the program sent something that is no message") from None
+            raise self.fail("the program sent something that is not a message") from None
         return chr(line[0]), tree

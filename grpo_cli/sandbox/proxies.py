@@ -76,7 +76,7 @@ class Opaque:
         return self._peer_.ask("call", self, args, kwargs)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("an object of the program is no array")
+        raise TypeError("an object of the program is not an array")
 
     def __reversed__(self) -> Any:
         return reversed([*self])
@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
     if number not in peer.seen:
         plain = peer.ask("plain", value)
         if type(plain) is not value._kind_:
-            raise peer.fail("the program sent something that is no message")
+            raise peer.fail("the program sent something that is not a message")
         peer.seen[number] = plain
     return peer.seen[number]
 

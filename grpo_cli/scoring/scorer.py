@@ -204,7 +204,7 @@ class ScoringSession:
         Raises:
             TrainingError: a function raised, or did not return a list of numbers or steps, and
                 `on_error` is stop. Names the function, the row and the completion.
-            Interrupt: the run must end.
+            WorkInterrupted: the run must end.
         """
         if not rollouts:
             return []

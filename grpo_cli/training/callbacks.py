@@ -110,8 +110,8 @@ class Event:
         """
         if not isinstance(name, str) or not re.fullmatch(METRIC_NAME, name):
             raise ValueError(
-                f"{name!r}: is no name of a metric; letters, digits and _ . @ - are allowed, and / "
-                "between parts"
+                f"{name!r}: is not a name of a metric; letters, digits and _ . @ - are allowed, "
+                "and / between parts"
             )
         if self.hook == "on_end":
             raise ValueError(f"{name}: the last metrics are written before on_end")
@@ -295,10 +295,10 @@ def load_one(name: str, config: Callback) -> Loaded:
     """Makes one callback; see `load`."""
     where = f"callbacks.{name}.path = {config.path}"
     if ":" not in config.path:
-        raise UserError(f"{where}: is no class; give it as my_module:MyCallback.")
+        raise UserError(f"{where}: is not a class; give it as my_module:MyCallback.")
     found = import_function(config.path, where)
     if not inspect.isclass(found):
-        raise UserError(f"{where}: is no class; give one with the methods that are called.")
+        raise UserError(f"{where}: is not a class; give one with the methods that are called.")
     hooks = tuple(hook for hook in HOOKS if callable(getattr(found, hook, None)))
     for method in (m for m in dir(found) if m.startswith("on_") and m not in HOOKS):
         meant = OTHER_NAMES.get(method)

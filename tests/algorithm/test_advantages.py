@@ -480,7 +480,7 @@ def test_advantages_are_float32_of_the_rewards_shape(settings: Advantage, reward
         torch.testing.assert_close(values, copies[name], rtol=0, atol=0, equal_nan=True)
 
 
-# opo's baseline is no plain mean, and pass_at_k's is one of subsets.
+# opo's baseline is not a plain mean, and pass_at_k's is one of subsets.
 CENTERED = {name: s for name, s in SETTINGS.items() if s.rule not in ("opo", "pass_at_k")}
 
 

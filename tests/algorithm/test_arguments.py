@@ -98,7 +98,7 @@ def test_mistakes_are_one_sentence_each(mine: str) -> None:
         ({"loss.policy": "cliped"}, "Did you mean clipped?"),
         ({"loss.policy": "not_there:f"}, "cannot import not_there: ModuleNotFoundError"),
         ({"loss.policy": f"{mine}:gate"}, f"{mine} has no function 'gate'. Did you mean gated?"),
-        ({"loss.policy": f"{mine}:odd"}, "takes 'images', which is no tensor it can be given"),
+        ({"loss.policy": f"{mine}:odd"}, "takes 'images', which is not a tensor it can be given"),
         ({"loss.policy": plain}, "loss.args.power: is missing"),
         ({"loss.policy": plain, "loss.args": {"power": 1.5}}, "must be of type int"),
         ({"loss.policy": gated, "loss.args": {"slope": 0}}, "loss.args.slope = 0.0: must be > 0"),

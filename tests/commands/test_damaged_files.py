@@ -91,7 +91,7 @@ def test_a_pipe_in_a_model_folder_is_named(grpo: Grpo, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     for words in (f"export {tmp_path} out", f"eval {tmp_path}"):
         code, _, err = grpo(*words.split())
-        assert (code, "tokenizer.json: cannot be read: it is no plain file" in err) == (2, True)
+        assert (code, "tokenizer.json: cannot be read: it is not a plain file" in err) == (2, True)
 
 
 def test_an_unexpected_error_is_a_line_to_report(

@@ -499,7 +499,7 @@ def test_a_schedule_can_be_left_out(tree: dict[str, Any]) -> None:
 )
 def test_a_knob_that_cannot_be_scheduled(tree: dict[str, Any], key: str, hint: str | None) -> None:
     found = refused({**recipe(), "schedules": tree})
-    assert found.startswith(f"schedules.{key}: is no scalar that can follow the step; there are ")
+    assert found.startswith(f"schedules.{key}: is not a scalar that can follow the step")
     hints = (f" Did you mean {hint}?", f" It is called {hint} here")
     assert any(said in found for said in hints) == (hint is not None)
 

@@ -255,7 +255,7 @@ def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None
     assert [prompt.text for prompt in prompts] == ["1", "\u00e9"]
     given = rows({"prompt": b"1"}, {"prompt": b"\xff\xfe"})
     said = prompt_message(given, Dataset(prompt="{prompt} ="), tokenizer)
-    assert "row 1: the column 'prompt' holds bytes that are no UTF-8 text (b'\\xff\\xfe')" in said
+    assert "row 1: the column 'prompt' holds bytes that are not UTF-8 text (b'\\xff\\xfe')" in said
 
 
 def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -266,7 +266,7 @@ def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
         prompt_texts(given, Dataset())
     assert str(error.value).split("\n") == [
         *map(said.format, (1, 2, 3)),
-        "5 of 6 rows of rows.jsonl are no prompts.",
+        "5 of 6 rows of rows.jsonl are not prompts.",
     ]
 
 

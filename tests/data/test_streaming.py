@@ -145,7 +145,7 @@ def test_reading_can_be_interrupted(
     before, state = texts(found, 0, 12), found.state()
     with monkeypatch.context() as patch:
         patch.setattr(heartbeat, "leave", lambda: True)
-        with pytest.raises(heartbeat.Interrupt):
+        with pytest.raises(heartbeat.WorkInterrupted):
             texts(found, 12, 6)
     assert found.state() == state
     assert before + texts(found, 12, 6) == texts(stream(tokenizer, config("owner/name")), 0, 18)

@@ -227,7 +227,7 @@ def test_a_call_of_a_users_function_is_interrupted_if_the_run_has_to_end(
     with heartbeat.calling():
         signal.raise_signal(WAKE)
         has_to_end[0] = True
-        with pytest.raises(heartbeat.Interrupt):
+        with pytest.raises(heartbeat.WorkInterrupted):
             signal.raise_signal(WAKE)
     signal.raise_signal(WAKE)  # outside of a call the work asks for itself
 

@@ -133,7 +133,7 @@ def test_a_process_that_vanishes_is_named(
     (line,) = told(screen)
     assert line.startswith(f"grpo: process {guilty} on {NODE} is gone (exited or killed")
     assert "it was last in reward of step 2" in line
-    assert "was told of" not in screen, "torchrun's SIGTERM is no request to stop"
+    assert "was told of" not in screen, "torchrun's SIGTERM is not a request to stop"
     assert root_cause(screen).startswith(shown)
     if mode == "segfault":
         assert "misbehave" in log(tmp_path, guilty, "stacks.txt")
@@ -281,7 +281,7 @@ def test_nobody_leaves_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch)
     """On its way to a collective: the others of it would wait for ever."""
     heartbeat.at("reward", 3)
     monkeypatch.setattr(heartbeat, "leave", lambda: True)
-    with pytest.raises(heartbeat.Interrupt):
+    with pytest.raises(heartbeat.WorkInterrupted):
         heartbeat.beat()
     monkeypatch.setattr(heartbeat, "_beaten", time.monotonic() - 3600)
     with heartbeat.waiting():

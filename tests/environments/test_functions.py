@@ -243,7 +243,7 @@ def test_a_function_that_is_no_tool(function: Callable[..., Any], says: str) -> 
 @table(
     ("tools", "says"),
     [
-        ({"x": "math"}, "tools.x = math: is no function; give it as my_module:my_function."),
+        ({"x": "math"}, "tools.x = math: is not a function; give it as my_module:my_function."),
         ({"x": "nowhere:f"}, "tools.x = nowhere:f: cannot import nowhere"),
         ({"x": "tests.environments.samples:multipy"}, "Did you mean multiply?"),
         ({"a b": TOOLS["multiply"]}, "a tool cannot be called 'a b'"),

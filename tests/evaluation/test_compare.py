@@ -111,7 +111,7 @@ def test_several_completions_a_row(tmp_path: Path) -> None:
     # Squares 1/4 + 1/4 of two differing rows, s² = 1/4: half = z sqrt(1 / 6 / 6).
     assert numbers["interval_95"] == pytest.approx([-1.959964 / 6, 1.959964 / 6], abs=1e-6)
     assert (numbers["test"], numbers["p_value"]) == ("sign_flip", 1.0)
-    # From 1 to 1/2 is no flip.
+    # From 1 to 1/2 is not a flip.
     assert (numbers["flipped_to_right"], numbers["flipped_to_wrong"]) == ([7], [])
 
 

@@ -136,9 +136,9 @@ def test_files_in_a_subfolder_are_found(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("rms_norm_epsilon", 1e-5, r"is no field of the config .* mean rms_norm_eps"),
-        ("weights_only", False, "is no field of the config"),  # would unpickle anything
-        ("_attn_implementation", "a/b", "is no field of the config"),
+        ("rms_norm_epsilon", 1e-5, r"is not a field of the config .* mean rms_norm_eps"),
+        ("weights_only", False, "is not a field of the config"),  # would unpickle anything
+        ("_attn_implementation", "a/b", "is not a field of the config"),
         ("use_safetensor", True, ".* mean use_safetensors"),
     ],
 )

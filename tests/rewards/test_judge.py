@@ -334,7 +334,7 @@ def test_a_server_that_never_answers(server: Server, no_pauses: None) -> None:
         the_end.set()
 
 
-NO_COMPLETION = "sent what is no chat completion: "
+NO_COMPLETION = "sent no chat completion: "
 REFUSAL = b'{"error": {"message": "no such thing"}}'
 
 

@@ -320,7 +320,7 @@ def test_a_run_may_leave_between_two_functions() -> None:
     session, one = scorer({"first": "tells_it_to_end", "second": "sees"}).begin(), rollout()
     session.add([one])
     try:
-        with pytest.raises(heartbeat.Interrupt):
+        with pytest.raises(heartbeat.WorkInterrupted):
             session.finish([one])
     finally:
         heartbeat.leave = None

@@ -290,7 +290,7 @@ def test_callbacks_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @table(
     ("path", "args", "said"),
     [
-        ("Counter", {"start": 0}, "callbacks.mine.path = Counter: is no class; give it as my_modu"),
+        ("Counter", {"start": 0}, "callbacks.mine.path = Counter: is not a class; give it as my"),
         (f"{HERE}:Couner", {}, "has no function 'Couner'. Did you mean Counter?"),
         (f"{HERE}:Counter", {"start": 1, "by": 0}, "cannot be made with them: ValueError: by is 0"),
         (f"{HERE}:OfTrl", {}, "It is called on_step here."),

@@ -57,14 +57,21 @@ def attend_to_prompts(
 class DecodeBatch:
     """Holds rows that began together, with their caches; all have the same number of tokens."""
 
-    def __init__(self, prefill: Prefill, numbers: Sequence[int], state: DecodingState) -> None:
-        """numbers: indices of the prompts in `prefill`; each gets `state.num_generations` rows."""
+    def __init__(
+        self, prefill: Prefill, numbers: Sequence[int], after: Sequence[int], state: DecodingState
+    ) -> None:
+        """Copies the prompts' keys and values from the prefill.
+
+        Args:
+            numbers: indices of the prompts in `prefill`; each gets `state.num_generations` rows.
+            after: position of the token after each prompt.
+        """
         self.state = state
         self.num_generations = num_generations = state.num_generations
         self.max_tokens = max_tokens = state.sampling.max_tokens
         self.groups = list(numbers)  # index of each prompt in prompt_keys
         self.prompt_lengths = dict(zip(numbers, prefill.lengths, strict=True))
-        self.first_positions = dict(zip(numbers, prefill.after, strict=True))  # completion begins
+        self.first_positions = dict(zip(numbers, after, strict=True))  # completion begins
         self.prompt_keys, self.prompt_values = (
             prefill.padded(layers) for layers in (prefill.keys, prefill.values)
         )

@@ -222,7 +222,7 @@ class Engine:
         own = [len(p.ids) - k for p, k in zip(prompts, known, strict=True)]
         ends = [start + n for start, n in zip(prefill.starts, own, strict=True)]
         positions = vision.PositionIds()
-        prefill.after = [
+        after = [
             positions.add_prompt(p, self.model, k) for p, k in zip(prompts, known, strict=True)
         ]
         ids = [t for p, k in zip(prompts, known, strict=True) for t in p.ids[k:]]
@@ -241,7 +241,7 @@ class Engine:
         if len({keys.shape for keys in prefill.keys}) > 1:
             raise UnsupportedModelError("its layers have keys of several sizes")
         check_logits(logits)
-        batch = DecodeBatch(prefill, numbers, state)
+        batch = DecodeBatch(prefill, numbers, after, state)
         logits = logits.repeat_interleave(state.num_generations, 0)
         self._take(batch, *state.next(batch.rows, logits), active=active)
         return batch

@@ -18,7 +18,6 @@ class Prefill:
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.lengths = [len(p) for p in prompts]
         self.known = [0] * len(prompts)  # cached tokens of each prompt
-        self.after = self.lengths  # position of the token after each prompt
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         self.starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
         self.layout = Layout(list(zip(self.starts, ends, strict=True)), [], device)
@@ -79,7 +78,6 @@ class Continuation(Prefill):
         self.lengths = [len(p) for p in prompts]
         self.longest = max(self.lengths)
         self.known = [len(cache.ids) for cache in kept]
-        self.after = self.lengths
         self.own = [n - k for n, k in zip(self.lengths, self.known, strict=True)]
         ends = torch.tensor(self.own).cumsum(0).tolist()
         self.starts = [end - n for end, n in zip(ends, self.own, strict=True)]

@@ -106,7 +106,7 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
     for url in vllm.servers:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
             yield (
-                f"generation.vllm.servers: {url!r} is no address of a server, such as "
+                f"generation.vllm.servers: {url!r} is not an address of a server, such as "
                 "http://127.0.0.1:8000."
             )
         elif importlib.util.find_spec("vllm") is None and is_unused_here(url):

@@ -279,7 +279,7 @@ class ColocatedGenerator(VllmGenerator):
         """Takes a step of the engine; yields (number, output) of each request that is done.
 
         Raises:
-            Interrupt: the run has to end; unfinished requests end with the engine.
+            WorkInterrupted: the run has to end; unfinished requests end with the engine.
         """
         if self.config.tensor_parallel == 1:
             heartbeat.beat()

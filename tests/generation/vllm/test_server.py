@@ -499,7 +499,7 @@ def test_interrupted_run_cancels_requests(
         return asked > 5
 
     monkeypatch.setattr(heartbeat, "leave", leave)
-    with pytest.raises(heartbeat.Interrupt):
+    with pytest.raises(heartbeat.WorkInterrupted):
         generated(generator)
     assert asked == 6
     assert not any(generator.in_flight.rows.values()), "nothing is being asked any more"

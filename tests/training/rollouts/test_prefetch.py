@@ -100,7 +100,7 @@ def test_interrupt_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "leave", leave)
     for wait in (lambda: list(batch.take()), batch.groups, batch.has_failed):
         beats = 0
-        with pytest.raises(heartbeat.Interrupt):
+        with pytest.raises(heartbeat.WorkInterrupted):
             wait()
         assert beats == 6
     monkeypatch.setattr(heartbeat, "leave", None)
