@@ -218,9 +218,10 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
                 f"model.path={paths.shown(folder)} and another output_dir."
             )
         return found
-    if lock.is_restart(folder):  # the same run continues, whatever it started from
-        own = paths.resumable(folder)
-        return own if own or recipe.resume is None else [Path(recipe.resume).expanduser()]
+    restarts = lock.is_restart(folder)  # the same run continues, whatever it started from
+    own = paths.resumable(folder) if restarts else []
+    if own or (restarts and recipe.resume is None):
+        return own
     if recipe.resume is not None:
         path = Path(recipe.resume).expanduser()
         if newest_of_run := paths.resumable(path):
@@ -232,7 +233,7 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
                 f"a folder such as outputs/NAME/checkpoints/step-100.{nearest(str(path), beside)}"
             )
         inside = path.resolve().parent.parent == folder.resolve()
-        if not inside and paths.holds_run(folder):
+        if not (inside or restarts) and paths.holds_run(folder):
             raise UserError(
                 f"output_dir = {paths.shown(folder)}: holds another run than resume = {path}; "
                 "choose another output_dir."

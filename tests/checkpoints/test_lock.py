@@ -282,15 +282,16 @@ def test_a_restart_discards_the_old_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_restart_does_not_go_back_to_where_the_first_start_began(
     inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = trained(tmp_path, steps=2, checkpoint__every=1)
+    before = trained(tmp_path, steps=2 if inside else 1, checkpoint__every=1)
     changes: dict[str, Any] = {
-        "resume": str(paths.checkpoint_path(before.folder, 1)),
+        "resume": str(paths.checkpoint_path(before.folder, 1) if inside else before.folder),
         "checkpoint__every": 1,
         "output_dir": str(before.folder if inside else tmp_path / "other"),
     }
     own = Torchrun(monkeypatch, "own")
     own.starts(0)
     assert begun(tmp_path, **changes).state.step == 1
+    Path(changes["output_dir"], "metrics.jsonl").write_text('{"step": 2}\n')
     own.starts(1)  # it had no checkpoint of its own yet
     assert begun(tmp_path, **changes).state.step == 1
     trained(tmp_path, steps=4, **changes)
