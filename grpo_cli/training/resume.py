@@ -30,6 +30,7 @@ from grpo_cli.reporting.model_card import model_card
 from grpo_cli.training.recovery import StepProgress
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
+    digest,
     from_entries,
     reward_fingerprint,
     sampling_fingerprint,
@@ -107,8 +108,8 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         for number, batch in enumerate(kept)
     ]
     sampled_again = (len(queue.prefetched) - len(kept)) * run.recipe.prompts_per_step
-    fingerprint = step_fingerprint(run.recipe, state.step)
-    own = None if progress is None else workers.gather(progress.own(fingerprint))
+    how = step_fingerprint(run.recipe, state.step)
+    own = None if progress is None else workers.gather(progress.own(how))
     state.seconds, state.since = state.total_seconds, time.monotonic()
     return {
         "format": FORMAT,
@@ -126,7 +127,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         "rng": workers.gather(run.recovery.random_streams or random_streams.rng_state()),
         "carried": workers.gather(to_entries(queue.leftover, reward_fingerprint(run.recipe))),
         "ahead": prefetched,
-        "work": None if progress is None else progress.shared() | {"own": own, "how": fingerprint},
+        "work": None if progress is None else progress.shared() | {"own": own, "how": digest(how)},
         "unreported": run.recovery.unreported,
         "lengths": queue.lengths,
         "stream": queue.stream.state(),
@@ -423,7 +424,7 @@ def _progress(run: Run, saved: dict[str, Any] | None) -> StepProgress | None:
         return None
     fingerprint = step_fingerprint(run.recipe, run.state.step)
     found = None
-    if saved["how"] == fingerprint:
+    if saved["how"] == digest(fingerprint):
         own = of_this_process(run, saved["own"])
         found = StepProgress.restored(saved, own, run.queue.stream, fingerprint)
     if run.workers.max(float(found is None)):

@@ -73,6 +73,8 @@ def test_resume_within_a_step(tmp_path: Path, changes: dict[str, Any], moments: 
         left.close()
         if left.recovery.interrupted is not None:
             kept.add(left.recovery.interrupted.name)
+            state = (left.recovery.interrupted / paths.STATE).read_bytes()
+            assert b"test_train:evens" not in state, "arguments of rewards may be secret"
         if left.recovery.unreported is not None:  # a run that was killed has logged the step since
             with left.reporter.metrics.path.open("a") as file:
                 file.write(f'{{"step": {left.state.step}}}\n')
