@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -358,6 +359,8 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
         run.generator.cache_tokens = stored["cache_tokens"][workers.rank]
         if before["model"]["compile"] == run.recipe.model.compile:
             restore_checks(run, stored["modes"][workers.rank])
+    if before["eval"]["best"] != run.recipe.eval.best:  # the best value is of another metric
+        run.state.best_step, run.state.best_value, run.state.worse = None, -math.inf, 0
     # An adaptive coefficient restarts if its initial value was changed.
     if before["loss"]["beta"] != run.recipe.loss.beta:
         run.state.beta.adapted = None

@@ -508,15 +508,18 @@ def test_moved_reference_is_restored(tmp_path: Path) -> None:
         assert torch.equal(reference_weights(moved), reference_weights(later))
 
 
-def test_beta_changed_on_resume(tmp_path: Path) -> None:
+def test_beta_or_best_metric_changed_on_resume(tmp_path: Path) -> None:
     target = {"loss__kl_target": 1e-9}
     trained(tmp_path, steps=2, loss__beta=0.1, **target)
     same = built(tmp_path, steps=3, loss__beta=0.1, resume="auto", **target)
     same.close()
     assert same.state.beta.value(same.recipe.loss) not in (0.1, 0.5)
-    other = built(tmp_path, steps=3, loss__beta=0.5, resume="auto", **target)
+    changes = {"loss__beta": 0.5, "eval__best": "reward"}
+    other = built(tmp_path, steps=3, resume="auto", **changes, **target)
     other.close()
     assert other.state.beta.value(other.recipe.loss) == 0.5
+    assert (same.state.best_step, other.state.best_step) == (2, None)
+    assert other.state.best_value == -math.inf
 
 
 def test_scoring_overlaps_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
