@@ -352,6 +352,7 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     same_processes = len(saved["rng"]) == workers.size
     if same_processes:
         random_streams.set_rng_state(saved["rng"][workers.rank])
+        run.recovery.mark()  # for an evaluation that is interrupted again
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
             budget = run.policy.micro_batches.budget
             budget.tokens = stored["micro_batch_tokens"][workers.rank]

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_cli.checkpoints import manifest, paths
+from grpo_cli.checkpoints.checkpointer import load_state
 from grpo_cli.cli import run_command
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.recipe import Recipe
@@ -92,6 +94,19 @@ def test_failed_save_is_repeated_at_the_end(live: Run, monkeypatch: pytest.Monke
     resume.save_interrupted(live)
     assert live.recovery.interrupted == paths.checkpoint_path(live.folder, 4)
     assert before == paths.checkpoint_path(live.folder, 4).stat().st_mtime_ns, "it is there"
+
+
+def test_evaluation_interrupted_twice(live: Run) -> None:
+    live.recovery.unreported = {}
+    stored = []
+    for _ in range(2):
+        resume.save_interrupted(live)
+        path = live.recovery.interrupted
+        stored.append(load_state(path)["rng"][0]["torch"])
+        live.recovery.random_streams = None  # another sitting
+        resume.restore(live, path)
+        torch.rand(1)  # a reward's
+    assert torch.equal(*stored)
 
 
 def test_best_checkpoint_is_kept(live: Run, monkeypatch: pytest.MonkeyPatch) -> None:
