@@ -95,11 +95,11 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
             "missing": wanted - len(chosen),
         }
         batch.metrics |= {f"dynamic_sampling/{k}": float(n) for k, n in counts.items()}
+    rollouts = [r for g in own for r in g.rollouts]
+    if prefetched is not None:
+        rollouts = [with_samplers_logprobs(r, run.state.step) for r in rollouts]
+        batch.groups = regrouped(own, rollouts)
     if queue.prefetch_steps:
-        rollouts = [r for g in own for r in g.rollouts]
-        if prefetched is not None:
-            rollouts = [with_samplers_logprobs(r, run.state.step) for r in rollouts]
-            batch.groups = regrouped(own, rollouts)
         took, waited = prefetched.seconds if prefetched else math.nan, clock.seconds["generate"]
         batch.metrics |= staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
     batch.metrics |= queue.rollouter.take_times()

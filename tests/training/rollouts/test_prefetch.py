@@ -27,9 +27,10 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
+from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import loop, resume, run
 from grpo_cli.training.rollouts import queue
-from grpo_cli.training.rollouts.collect import with_samplers_logprobs
+from grpo_cli.training.rollouts.collect import collect, with_samplers_logprobs
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.step import Step
 from tests.conftest import as_prompts, make_group, make_rollout
@@ -394,6 +395,14 @@ def test_unrelated_changes_keep_completions(halted: tuple[Path, FakeVllm]) -> No
     live = going_on(halted, generation__max_num_seqs=4, reward={"length": {}})
     assert [len(b.groups()) for b in live.queue.prefetched] == [6, 6]
     assert live.queue.position == 18
+
+
+def test_resumed_without_prefetching(halted: tuple[Path, FakeVllm]) -> None:
+    live = going_on(halted, generation__vllm__prefetch_steps=0)
+    groups = collect(live, live.recipe, Clock(torch.device("cpu"))).groups
+    old = [r.old_logprobs for g in groups for r in g.rollouts]
+    assert len(old) == 24
+    assert None not in old, "the policy has moved on since"
 
 
 def one_of(rank: int, size: int, there: float) -> Any:
