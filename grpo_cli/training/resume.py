@@ -53,9 +53,6 @@ def save(run: Run, *, wait: bool = True) -> None:
         wait: whether to wait for prefetched completions. If not, the run ends here, and a resumed
             run samples the incomplete ones again.
     """
-    if "on_checkpoint" in run.callbacks.hooks:
-        run.checkpointer.wait()  # for the previous one, as the save does anyway
-        run.callbacks.checkpoints(run)
     _write(run, paths.checkpoint_path(run.folder, run.state.step), wait=wait)
     run.recovery.saved_step = run.state.step
     if not wait:  # the run ends
@@ -75,6 +72,7 @@ def save_interrupted(run: Run) -> None:
         error = run.checkpointer.wait() if is_saved else "not begun"
         if not run.workers.max(float(error is not None)):
             run.recovery.interrupted = paths.checkpoint_path(run.folder, run.state.step)
+            run.callbacks.checkpoints(run)
             return
         if run.state.step == 0:
             return
@@ -141,6 +139,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
 def _write(run: Run, path: Path, *, wait: bool) -> None:
     run.check_folder()
     run.checkpointer.wait()  # the previous checkpoint may become the best one, which is stored
+    run.callbacks.checkpoints(run)
     entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
     best, began, last = run.state.best_step, time.monotonic(), run.is_over
 

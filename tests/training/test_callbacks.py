@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints.checkpointer import load_state
 from grpo_cli.config import parsing
 from grpo_cli.distributed.workers import exit_process
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.training import callbacks, loop
+from grpo_cli.training import callbacks, loop, resume
 from grpo_cli.training.callbacks import Event, HookOutcome
 from grpo_cli.training.settings import Callback
 from tests import programs
@@ -172,6 +173,20 @@ def test_a_resumed_callback_has_its_state(tmp_path: Path) -> None:
         callbacks={"mine": of(Recorder)},
     )  # fmt: skip
     assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.runs
+def test_on_checkpoint_of_an_interrupted_run(tmp_path: Path) -> None:
+    live = built(tmp_path, dataset__eval=None, callbacks={"mine": of(Recorder)})
+    for unreported in (None, {}):
+        live.state.step += 1
+        resume.save(live)
+        live.recovery.unreported = unreported
+        resume.save_interrupted(live)
+        assert SEEN[-1].step == live.state.step
+    live.close()
+    saved = load_state(live.recovery.interrupted)
+    assert saved["callbacks"][0]["states"]["mine"]["events"] == 2
 
 
 @pytest.mark.runs
