@@ -306,13 +306,15 @@ def restore(run: Run, path: Path) -> None:
             f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "
             "rounding"
         )
-    # A step whose evaluation was interrupted is logged after the evaluation. A run that was killed
-    # before its next checkpoint may have logged it already.
-    run.reporter.rewind(run.state.step - (run.recovery.unreported is not None))
     if workers.is_main:
+        (run.folder / "summary.json").unlink(missing_ok=True)  # this run is not finished
         for name in retention.set_aside(run.folder, path, run.state.step):
             run.reporter.say(f"  checkpoint {name} is of another course: now {name}.old")
         retention.discard_kept(run.folder, run.state.step + (run.recovery.progress is not None))
+    # After the checkpoints: a run that is killed in between resumes from one that it still has.
+    # A step whose evaluation was interrupted is logged after the evaluation. A run that was killed
+    # before its next checkpoint may have logged it already.
+    run.reporter.rewind(run.state.step - (run.recovery.unreported is not None))
 
 
 def restore_state(run: Run, path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
-from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints import paths, retention
 from grpo_cli.commands import train
 from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
@@ -338,11 +338,20 @@ def test_trainer_state_after_resume(tmp_path: Path) -> None:
     assert states() == straight
 
 
-def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_cuts_the_metrics_back_to_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = trained(tmp_path)
+    first = str(paths.checkpoint_path(live.folder, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "set_aside", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            built(tmp_path, resume=first)
+    assert len(metrics(live)) == 4, "a run that is killed here still has the checkpoint of step 4"
     torn = live.reporter.metrics.path
     torn.write_text(torn.read_text() + '{"step": 5, "rewa')
-    resumed = built(tmp_path, resume=str(paths.checkpoint_path(live.folder, 2)))
+    resumed = built(tmp_path, resume=first)
+    assert prepare.finished(recipe(tmp_path, resume="auto")) is None, "not if it is killed here"
     assert [m["step"] for m in metrics(resumed)] == [1, 2]
     assert paths.steps_saved(live.folder) == [2], "resume=auto must not find another course"
     loop.train(resumed)
