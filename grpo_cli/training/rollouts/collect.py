@@ -59,7 +59,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         share = max(queue.signal_share, LOWEST_SHARE) if dynamic else 1.0
         number = min(wanted, math.ceil((wanted - len(accepted)) / share))
         sessions.append(session := run.scorer.begin(run.trainer_state()))
-        groups = _sample(run, recipe, number, clock, session, prefetched)
+        ahead = prefetched if len(sessions) == 1 else None
+        groups = _sample(run, recipe, number, clock, session, ahead)
         with (
             run.interrupts.interruptible(),
             clock.waiting(),

@@ -405,6 +405,17 @@ def test_resumed_without_prefetching(halted: tuple[Path, FakeVllm]) -> None:
     assert None not in old, "the policy has moved on since"
 
 
+def test_resumed_with_dynamic_sampling(
+    halted: tuple[Path, FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"generation__vllm__prefetch_steps": 0, "generation__dynamic_sampling": True}
+    same = {"same": {"function": "tests.training.test_train:always_one"}}
+    live = going_on(halted, reward=same, **changes)
+    monkeypatch.setattr(live.queue, "sample", lambda *_: nullcontext(iter(())))
+    found = collect(live, live.recipe, Clock(torch.device("cpu"))).metrics
+    assert found["dynamic_sampling/attempts"] == 10, "the prefetched groups are taken once"
+
+
 def one_of(rank: int, size: int, there: float) -> Any:
     """A process of several that have so many groups together."""
     return SimpleNamespace(rank=rank, size=size, sum=lambda values: {"groups": there})
