@@ -348,6 +348,9 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     run.recovery.unreported = saved["unreported"]
     run.queue.leftover = _leftover(run, saved["carried"])
     run.recovery.progress = _progress(run, saved["work"])
+    if saved["work"] is not None and run.recovery.progress is None:  # its prompts come again
+        run.queue.position = min(position for position, _ in saved["work"]["sampled"])
+        run.queue.leftover, saved["ahead"] = [], []
     _restore_prefetched(run, saved["ahead"])
     before = read_yaml(path / provenance.RECIPE)
     same_processes = len(saved["rng"]) == workers.size

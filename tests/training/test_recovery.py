@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import pytest
-
 from grpo_cli.algorithm.loss import Mean, MeasuredUpdate
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.data import PromptStream
@@ -54,17 +52,8 @@ def test_step_round_trip() -> None:
     assert [g.prompt_index for g in found.batch.groups] == [6, 2]
     assert all(g.prompt is r.prompt for g in found.batch.groups for r in g.rollouts)
     assert found.batch.groups[0].prompt is stream.prompt_at(6)
-
-
-@pytest.mark.parametrize(
-    ("stream", "how"),
-    [(make_stream(), "of another recipe"), (make_stream(seed=4), HOW)],
-    ids=["another recipe", "other prompts"],
-)
-def test_step_of_another_recipe(stream: PromptStream, how: str) -> None:
-    shared, own = kept(make_work(make_stream()))
-    assert StepProgress.restored(shared, own, make_stream(), HOW) is not None
-    assert StepProgress.restored(shared, own, stream, how) is None
+    for other, how in ((stream, "of another recipe"), (make_stream(seed=4), HOW)):
+        assert StepProgress.restored(*kept(work), other, how) is None
 
 
 def test_process_without_groups() -> None:

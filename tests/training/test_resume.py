@@ -17,6 +17,7 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.settings import Adapter
 from grpo_cli.training import ending, resume
+from grpo_cli.training.recovery import StepBatch, StepProgress
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, trained
 
@@ -107,6 +108,15 @@ def test_evaluation_interrupted_twice(live: Run) -> None:
         resume.restore(live, path)
         torch.rand(1)  # a reward's
     assert torch.equal(*stored)
+
+
+def test_interrupted_step_of_another_recipe(live: Run) -> None:
+    live.queue.position = 12
+    live.recovery.progress = StepProgress(StepBatch([], {}, {6: [], 7: []}))
+    resume.save_interrupted(live)
+    live.recipe.loss.epsilon = 0.3
+    resume.restore(live, live.recovery.interrupted)
+    assert (live.recovery.progress, live.queue.position) == (None, 6), "it begins again"
 
 
 def test_best_checkpoint_is_kept(live: Run, monkeypatch: pytest.MonkeyPatch) -> None:
