@@ -224,8 +224,8 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
         return own
     if recipe.resume is not None:
         path = Path(recipe.resume).expanduser()
-        if newest_of_run := paths.resumable(path):
-            path = newest_of_run[0]
+        found = paths.resumable(path) or [path]
+        path = found[0]
         if not paths.has_training_state(path):
             beside = [str(p) for p in path.parent.glob("step-*")] if path.parent.is_dir() else []
             raise UserError(
@@ -238,7 +238,7 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
                 f"output_dir = {paths.shown(folder)}: holds another run than resume = {path}; "
                 "choose another output_dir."
             )
-        return [path]
+        return found
     if paths.holds_run(folder) and not recipe.overwrite:
         newest = f" up to step {saved[-1]}" if saved else ""
         raise UserError(

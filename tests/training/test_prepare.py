@@ -34,10 +34,10 @@ def stored_run(folder: Path, build: Build) -> list[Path]:
 
 
 def test_resume_takes_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (newest, _) = stored_run(tmp_path / "run", Build())
+    newest, other = stored_run(tmp_path / "run", Build())
     monkeypatch.setattr(paths, "has_training_state", lambda path: path == newest)
     recipe = Recipe(output_dir=str(tmp_path / "run"), resume=str(tmp_path / "run"))
-    assert prepare.find_resume(recipe, tmp_path / "run") == [newest]
+    assert prepare.find_resume(recipe, tmp_path / "run") == [newest, other], "if one is damaged"
     with pytest.raises(UserError, match="no checkpoint with a training state"):
         prepare.find_resume(Recipe(resume=str(tmp_path)), tmp_path / "run")
 
