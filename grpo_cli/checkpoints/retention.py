@@ -118,7 +118,7 @@ def keep_model_only(path: Path) -> None:
 
 
 def discard_kept(folder: Path, after: int) -> None:
-    """Removes steps kept for `grpo replay` that are incomplete or that the run repeats.
+    """Removes kept steps and completions of steps that the run repeats, and incomplete ones.
 
     Args:
         after: last step to keep, counted from 1.
@@ -127,6 +127,9 @@ def discard_kept(folder: Path, after: int) -> None:
     for step in steps_kept(folder):
         if step > after:
             remove(kept_path(folder, step))
+    for path in folder.glob("completions/step-*.parquet"):
+        if step_of(path) > after:
+            remove(path)
 
 
 def set_aside(folder: Path, path: Path, after: int) -> list[str]:

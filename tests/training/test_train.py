@@ -345,7 +345,7 @@ def test_trainer_state_after_resume(tmp_path: Path) -> None:
 def test_resume_cuts_the_metrics_back_to_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = trained(tmp_path)
+    live = trained(tmp_path, log__completions_every=1)
     first = str(paths.checkpoint_path(live.folder, 2))
     with monkeypatch.context() as patch:
         patch.setattr(retention, "set_aside", lambda *_: 1 / 0)
@@ -357,6 +357,7 @@ def test_resume_cuts_the_metrics_back_to_the_checkpoint(
     resumed = built(tmp_path, resume=first)
     assert prepare.finished(recipe(tmp_path, resume="auto")) is None, "not if it is killed here"
     assert [m["step"] for m in metrics(resumed)] == [1, 2]
+    assert {p.stem for p in live.folder.glob("completions/*")} == {"step-1", "step-2"}
     assert paths.steps_saved(live.folder) == [2], "resume=auto must not find another course"
     loop.train(resumed)
     resumed.close()
