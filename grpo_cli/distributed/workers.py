@@ -76,8 +76,7 @@ class Workers:
         rejoin_after_restart("gloo" if cpu else backend, timeout)
         self.accelerator = Accelerator(
             cpu=cpu,
-            # accelerate refuses fp16 on a CPU, and our checkpoints do not store its loss scaler.
-            mixed_precision="no" if mixed_precision == "fp16" else mixed_precision,
+            mixed_precision="no",  # see `autocast`: accelerate's is fixed by a process's first run
             kwargs_handlers=[InitProcessGroupKwargs(backend, timeout=timeout)],
         )
         self.rank: int = self.accelerator.process_index
@@ -132,10 +131,9 @@ class Workers:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the autocast context of the run's mixed precision."""
-        if self.half_type == torch.float16:
-            return torch.autocast(self.device.type, torch.float16)
-        context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
-        return context
+        if self.half_type is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.half_type)
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         """Returns the loss scaler, which is disabled unless the computation is in float16."""

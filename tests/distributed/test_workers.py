@@ -244,3 +244,10 @@ def test_offload_of_shards_takes_several_processes() -> None:
     config = Distributed(strategy="fsdp2", offload="all")
     with pytest.raises(UserError, match=r"offload = all: nothing is sharded in one process"):
         Workers("cpu", config=config)
+
+
+def test_another_precision_in_one_process() -> None:
+    for name, dtype in (("no", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with Workers("cpu", name).autocast():
+            assert torch.is_autocast_enabled("cpu") == (dtype is not None)
+            assert dtype in (None, torch.get_autocast_dtype("cpu"))
