@@ -16,12 +16,10 @@ from grpo_cli.checkpoints.paths import (
     has_training_state,
     is_interrupted,
     is_model,
-    kept_path,
     recover,
     remove,
     resumable,
     step_of,
-    steps_kept,
     steps_saved,
 )
 from grpo_cli.errors import listed
@@ -124,10 +122,7 @@ def discard_kept(folder: Path, after: int) -> None:
         after: last step to keep, counted from 1.
     """
     remove_torn(folder / KEPT)
-    for step in steps_kept(folder):
-        if step > after:
-            remove(kept_path(folder, step))
-    for path in folder.glob("completions/step-*.parquet"):
+    for path in (*folder.glob(f"{KEPT}/step-*"), *folder.glob("completions/step-*.parquet")):
         if step_of(path) > after:
             remove(path)
 

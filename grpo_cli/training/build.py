@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.algorithm import arguments
-from grpo_cli.checkpoints import checkpointer, paths, provenance, retention
+from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import parsing, saved_recipe
@@ -48,6 +48,7 @@ from grpo_cli.training.prepare import Prepared, find_resume
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run, State
 
+BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint
 # Makes callbacks from the run, its training prompts, and its evaluator if there are held-out rows.
 Features = Callable[[Run, Sequence[Prompt], Evaluator | None], Iterable[object]]
 
@@ -126,11 +127,12 @@ def assemble(
     prompts += longest_unknown(recipe, prompts)
     check_fits(recipe, model, prompts, held_out)
     checkpointer = Checkpointer(workers, reporter.say, contents.as_json(read))
+    size = 3 * sum(t.nbytes for t in shards.tensors_of(model).values())  # weights and two moments
     interrupts = Interrupts(
         workers,
         stop or StopSignal(reporter.say, recipe.checkpoint.grace, end_of_job()),
         checkpointer.seconds_left,
-        resume.expected_seconds(model, workers.size),
+        2.0 + size / workers.size / BYTES_PER_SECOND,
     )
     policy = Policy.make(
         loaded, recipe, workers, interrupts, reporter.say, reads_images=reads_images

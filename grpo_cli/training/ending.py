@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints import paths, retention
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.machine import machine
@@ -59,7 +59,7 @@ def finish(run: Run) -> None:
         failure = caught
     if run.workers.is_main:
         run.pusher.finish(lambda: run.interrupts.stop.is_requested)
-        resume.prune(run)  # checkpoints that were kept for pushes
+        retention.prune(run.folder, **resume.keeping(run))  # checkpoints that were kept for pushes
         if failure is not None:  # on the main process only: torchrun ends all when one fails
             raise failure
 

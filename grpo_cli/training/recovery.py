@@ -92,6 +92,7 @@ def _restored(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
     return {p: [stats(o) for o in group] for p, group in saved}
 
 
+@dataclass
 class Recovery:
     """Tracks the point from which an interrupted run is resumed, which may be mid-step.
 
@@ -100,13 +101,12 @@ class Recovery:
     that it is bit-identical.
     """
 
-    def __init__(self) -> None:
-        self.progress: StepProgress | None = None  # the current step's, once it is scored
-        self.unreported: dict[str, float] | None = None  # metrics of a step before its evaluation
-        self.random_streams: dict[str, Any] | None = None  # at the last complete point
-        self.saved_step = -1  # newest checkpoint since the run was started or resumed
-        self.interrupted: Path | None = None  # the checkpoint of an interrupted step
-        self._before: tuple[Any, ...] = ()  # the queue before the step's rollouts were sampled
+    progress: StepProgress | None = None  # the current step's, once it is scored
+    unreported: dict[str, float] | None = None  # metrics of a step before its evaluation
+    random_streams: dict[str, Any] | None = None  # at the last complete point
+    saved_step: int = -1  # newest checkpoint since the run was started or resumed
+    interrupted: Path | None = None  # the checkpoint of an interrupted step
+    _before: tuple[Any, ...] = ()  # the queue before the step's rollouts were sampled
 
     def mark(self) -> None:
         """Makes the current state the point to resume from."""

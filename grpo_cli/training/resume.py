@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.advantages import settle
@@ -43,7 +42,6 @@ from grpo_cli.training.run import Run, State
 NOT_STORED = ("since", "log_history")  # fields of a run's state: a clock, and a text of its own
 FORMAT = 2  # version of what `state_of` returns; a checkpoint with another one is not resumed
 MODEL_FOLDER_UP_TO = 8 * 10**9  # bytes of weights up to which a checkpoint is a model folder
-BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint
 
 
 def save(run: Run, *, wait: bool = True) -> None:
@@ -55,9 +53,6 @@ def save(run: Run, *, wait: bool = True) -> None:
     """
     _write(run, paths.checkpoint_path(run.folder, run.state.step), wait=wait)
     run.recovery.saved_step = run.state.step
-    if not wait:  # the run ends
-        run.checkpointer.wait()
-        run.callbacks.checkpoints(run)
 
 
 def save_interrupted(run: Run) -> None:
@@ -78,7 +73,6 @@ def save_interrupted(run: Run) -> None:
             return
     run.recovery.interrupted = paths.interrupted_path(run.folder, run.state.step)
     _write(run, run.recovery.interrupted, wait=False)
-    run.checkpointer.wait()
 
 
 def to_keep(run: Run, *, wait: bool) -> list[PrefetchedGroups]:
@@ -148,7 +142,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         if not paths.is_interrupted(path):
             run.callbacks.written.append(path)
             run.pusher.push(path, last=last)
-        prune(run, path)
+        retention.prune(run.folder, newest=path, **keeping(run))
         run.interrupts.save_seconds = time.monotonic() - began
 
     run.callbacks.saving |= not paths.is_interrupted(path)
@@ -167,6 +161,9 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         outdated=lambda: retention.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
     )
+    if not wait:  # the run ends
+        run.checkpointer.wait()
+        run.callbacks.checkpoints(run)
 
 
 def parts_of(run: Run, *, keeps_optimizer: bool) -> Parts:
@@ -180,11 +177,6 @@ def _note_best(run: Run, step: int | None) -> None:
     # If a new best could not be written, the old one stays.
     if step is not None and paths.checkpoint_path(run.folder, step).is_dir():
         run.checkpointer.best = step
-
-
-def prune(run: Run, newest: Path | None = None) -> None:
-    """Deletes the checkpoints that are no longer kept."""
-    retention.prune(run.folder, newest=newest, **keeping(run))
 
 
 def keeping(run: Run) -> dict[str, Any]:
@@ -209,12 +201,6 @@ def writes_model(run: Run) -> bool:
         return run.recipe.hub.strategy != "end" or run.is_over
     size = sum(t.nbytes for t in shards.tensors_of(run.policy.model).values())
     return when == "always" or (when == "auto" and size <= MODEL_FOLDER_UP_TO)
-
-
-def expected_seconds(policy: PreTrainedModel, processes: int) -> float:
-    """Returns the expected seconds of the first checkpoint: weights and two moments."""
-    size = float(3 * sum(tensor.nbytes for tensor in shards.tensors_of(policy).values()))
-    return 2.0 + size / processes / BYTES_PER_SECOND
 
 
 def checks(run: Run) -> dict[str, dict[str, str]]:
