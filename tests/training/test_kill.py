@@ -297,18 +297,18 @@ def chain(
     """
     runs: list[Path] = []
     left = list(plan)
-    step_fingerprint = False
-    while left or step_fingerprint:
-        if not step_fingerprint:
+    has_fired = False
+    while left or has_fired:
+        if not has_fired:
             runs.append(jobs.folder / f"{straight.name}-{processes}-{seed}-{len(runs)}")
             shutil.rmtree(runs[-1], ignore_errors=True)
         moments = left[0] if left else []
         before = len(fired(runs[-1]))
         code = jobs.start(runs[-1], settings, processes, *moments)
-        step_fingerprint = len(fired(runs[-1])) > before
+        has_fired = len(fired(runs[-1])) > before
         told = f"seed {seed}, {moments}: ended with {code}\n{said(runs[-1])[-3000:]}"
-        assert code == 0 or (step_fingerprint and code != HANGS), told
-        if step_fingerprint:
+        assert code == 0 or (has_fired and code != HANGS), told
+        if has_fired:
             del left[0]
         else:
             assert_same(runs[-1], straight, seed)

@@ -170,23 +170,6 @@ def test_without_checkpoints_a_run_leaves_a_model(
     assert run_command(["train", *words, *again]) == 0
 
 
-def test_oldest_checkpoint_goes_first_on_a_full_disk(
-    live: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    live.recipe.checkpoint.keep_last = 2
-    for step in (1, 2):
-        saved(live, step, best=2)
-    first = paths.checkpoint_path(live.folder, 1)
-
-    def free(folder: Path) -> float:
-        return 100_000 if first.exists() else 1e9
-
-    monkeypatch.setattr("grpo_cli.checkpoints.manifest.free_bytes", free)
-    saved(live, 3, best=2)
-    assert paths.steps_saved(live.folder) == [2, 3]
-    assert "step-3 fits on the disk only without step-1: removed" in capsys.readouterr().out
-
-
 @pytest.mark.runs
 def test_metrics_reach_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []

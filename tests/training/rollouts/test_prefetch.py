@@ -397,23 +397,19 @@ def test_unrelated_changes_keep_completions(halted: tuple[Path, FakeVllm]) -> No
     assert live.queue.position == 18
 
 
-def test_resumed_without_prefetching(halted: tuple[Path, FakeVllm]) -> None:
-    live = going_on(halted, generation__vllm__prefetch_steps=0)
-    groups = collect(live, live.recipe, Clock(torch.device("cpu"))).groups
-    old = [r.old_logprobs for g in groups for r in g.rollouts]
-    assert len(old) == 24
-    assert None not in old, "the policy has moved on since"
-
-
-def test_resumed_with_dynamic_sampling(
+def test_resumed_without_prefetching(
     halted: tuple[Path, FakeVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"generation__vllm__prefetch_steps": 0, "generation__dynamic_sampling": True}
-    same = {"same": {"function": "tests.training.test_train:always_one"}}
-    live = going_on(halted, reward=same, **changes)
+    live = going_on(
+        halted, reward={"longest": {"function": "tests.training.test_train:is_longest"}}, **changes
+    )
     monkeypatch.setattr(live.queue, "sample", lambda *_: nullcontext(iter(())))
-    found = collect(live, live.recipe, Clock(torch.device("cpu"))).metrics
-    assert found["dynamic_sampling/attempts"] == 10, "the prefetched groups are taken once"
+    found = collect(live, live.recipe, Clock(torch.device("cpu")))
+    assert found.metrics["dynamic_sampling/attempts"] == 10, "prefetched groups are taken once"
+    old = [r.old_logprobs for g in found.groups for r in g.rollouts]
+    assert old
+    assert None not in old, "the policy has moved on since"
 
 
 def one_of(rank: int, size: int, there: float) -> Any:
