@@ -143,10 +143,3 @@ def test_a_reason_is_one_line_with_what_helps(tmp_path: Path) -> None:
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/x/y")
     assert manifest.reason(missing, tmp_path, 5) == "No such file or directory: /x/y"
     assert manifest.reason(ValueError("a\nb"), tmp_path, 5) == "ValueError: a"
-
-
-@pytest.mark.parametrize(
-    ("size", "words"), [(999, "999 bytes"), (1000, "1.0 kB"), (1.25e9, "1.2 GB"), (5e12, "5.0 TB")]
-)
-def test_sizes_in_words(size: float, words: str) -> None:
-    assert manifest.in_words(size) == words
