@@ -49,12 +49,7 @@ atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 NO_TIME = "not begun: --until is over"
 CPU = torch.device("cpu")
 ALONE: Any = SimpleNamespace(sum=dict, maxima=dict)  # the only process: it reduces nothing
-BUILD = Build(
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    warmup_steps=0,
-)
+BUILD = Build(hidden_size=32, intermediate_size=64, num_layers=2, warmup_steps=0)
 
 
 RECIPES = ("train", "plan", "probe", "explain")  # commands that need a recipe
@@ -184,9 +179,7 @@ def make_rollout(
 
 
 def score(
-    scorer: Scorer,
-    rollouts: Sequence[Rollout],
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    scorer: Scorer, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[list[Rollout], ScoringSession]:
     """The rollouts with their rewards, and the session that scored them."""
     session = scorer.begin()

@@ -36,12 +36,7 @@ def environment(**more: str) -> dict[str, str]:
 def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
     """Waits for its end; `more` is of its environment."""
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=ROOT,
-        env=environment(**more),
+        command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=environment(**more)
     )
 
 

@@ -195,9 +195,7 @@ def test_help_fits_a_screen(command: str, grpo: Grpo) -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
-def test_the_help_of_train_says_what_its_default_recipe_has(
-    grpo: Grpo,
-) -> None:
+def test_the_help_of_train_says_what_its_default_recipe_has(grpo: Grpo) -> None:
     _, out, _ = grpo("train", "recipe=chat", "--cfg", "job")
     composed, text = yaml.safe_load(out), cli.HELP["train"]
     for key, value in re.findall(r"^  ([a-z_.]+)=([0-9e-]+) ", text, re.MULTILINE):

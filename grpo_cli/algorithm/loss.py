@@ -137,11 +137,7 @@ ACTED_ON = ("kl", "entropy", "sampler_gap", "staleness_gap")
 
 
 def every_rollout_has_gradient(
-    config: Loss,
-    *,
-    has_reference: bool,
-    entropy_coef: float,
-    router_coef: float = 0.0,
+    config: Loss, *, has_reference: bool, entropy_coef: float, router_coef: float = 0.0
 ) -> bool:
     """Returns whether zero-advantage rollouts also get a forward and backward pass.
 

@@ -170,8 +170,7 @@ class Advantage:
     """Rewards to advantages."""
 
     rule: str = plain(
-        "group",
-        "Rule: a function of algorithm/advantages.py, or your own as my_module:my_rule.",
+        "group", "Rule: a function of algorithm/advantages.py, or your own as my_module:my_rule."
     )
     args: dict[str, Any] = plain({}, "Arguments that only this rule has, such as k of pass_at_k.")
     scale: str = knob(

@@ -51,9 +51,7 @@ class ReplayOptions:
         gt=0,
     )
     device: str | None = knob(
-        None,
-        "Device to compute on; null: that of the run.",
-        choices=("auto", "cpu", "cuda", "mps"),
+        None, "Device to compute on; null: that of the run.", choices=("auto", "cpu", "cuda", "mps")
     )
     json: bool = knob(False, "Print one JSON object.")
     trust: bool = knob(

@@ -60,8 +60,7 @@ class ScoreOptions:
     )
     columns: dict[str, str] = knob({}, "Rename a column of the input: columns.NEW=OLD.")
     output: str | None = knob(
-        None,
-        "File to write the scores to, replaced if it exists; null: outputs/score/INPUT.jsonl.",
+        None, "File to write the scores to, replaced if it exists; null: outputs/score/INPUT.jsonl."
     )
     row: int | None = knob(None, "Row of the recipe's data, from 0, instead of an input.", ge=0)
     split: str = knob("train", "Data that row=N is taken from.", choices=("train", "eval"))

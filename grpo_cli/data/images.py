@@ -120,9 +120,7 @@ def of_row(
 
 
 def _with_stored(
-    value: Any,
-    images: Mapping[tuple[str | int, ...], StoredImage],
-    place: tuple[str | int, ...],
+    value: Any, images: Mapping[tuple[str | int, ...], StoredImage], place: tuple[str | int, ...]
 ) -> Any:
     """Replaces the pictures in a value by stored images."""
     if place in images:

@@ -60,8 +60,7 @@ def shard(
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     types = MixedPrecisionPolicy(
-        param_dtype=half_type,
-        reduce_dtype=None if model.dtype == torch.float64 else torch.float32,
+        param_dtype=half_type, reduce_dtype=None if model.dtype == torch.float64 else torch.float32
     )
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": types, "offload_policy": policy}

@@ -45,10 +45,7 @@ class Workers:
     """The processes of this run. With one process every method is a local operation."""
 
     def __init__(
-        self,
-        device: str = "auto",
-        mixed_precision: str = "no",
-        config: Distributed | None = None,
+        self, device: str = "auto", mixed_precision: str = "no", config: Distributed | None = None
     ) -> None:
         """Joins the processes that torchrun started, if any.
 

@@ -269,11 +269,7 @@ class TrlRollouts(Rollouter):
             is_sampled=None if all(sampled) else sampled,
         )
         changed = dataclasses.replace(
-            prompt,
-            ids=prompt_ids,
-            columns={**prompt.columns, **row},
-            row_ids=prompt.ids,
-            added=row,
+            prompt, ids=prompt_ids, columns={**prompt.columns, **row}, row_ids=prompt.ids, added=row
         )
         return changed, completion
 

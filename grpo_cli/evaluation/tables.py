@@ -49,10 +49,7 @@ def set_aside(folder: Path, settings: Mapping[str, Any]) -> Path | None:
 
 
 def write(
-    folder: Path,
-    subject: str,
-    results: Sequence[TaskResult],
-    settings: Mapping[str, Any],
+    folder: Path, subject: str, results: Sequence[TaskResult], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Writes an evaluation into its folder; returns the content of eval.json.
 

@@ -236,11 +236,7 @@ class PolicyLogprobs:
         )
 
     def _fault(
-        self,
-        some: list[Rollout],
-        temperature: float,
-        simplest: Outcome,
-        right: Outcome | None,
+        self, some: list[Rollout], temperature: float, simplest: Outcome, right: Outcome | None
     ) -> str | None:
         """Returns why the first mode is wrong, or None.
 

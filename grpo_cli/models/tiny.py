@@ -76,11 +76,7 @@ class Example:
 
 
 def build(
-    config: Build,
-    pairs: Sequence[Pair],
-    seed: int,
-    report: Report,
-    encoder: Encoder | None = None,
+    config: Build, pairs: Sequence[Pair], seed: int, report: Report, encoder: Encoder | None = None
 ) -> Path:
     """Builds the warmed-up model, or finds it in the cache by a hash of its inputs.
 
@@ -215,9 +211,7 @@ def warm_up(
     """
     rows = [r for r in every if len(r.prompt.ids) + len(r.solution) <= BUILT_CONTEXT]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.warmup_learning_rate,
-        weight_decay=config.warmup_weight_decay,
+        model.parameters(), lr=config.warmup_learning_rate, weight_decay=config.warmup_weight_decay
     )
     chooser = random.Random(derive_seed(seed, RECIPE_VERSION))
     losses: list[float] = []

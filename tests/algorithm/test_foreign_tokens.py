@@ -24,13 +24,7 @@ from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
-from grpo_cli.records import (
-    Group,
-    Rollout,
-    TrainingSample,
-    regrouped,
-    rollout_stats,
-)
+from grpo_cli.records import Group, Rollout, TrainingSample, regrouped, rollout_stats
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.rollouts import credit
 from tests.algorithm.test_loss import config_of, every_loss

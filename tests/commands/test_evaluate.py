@@ -51,8 +51,7 @@ def test_what_evaluation_reads_is_not(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["dataset.eval=a.jsonl", "reward=math", "eval.accuracy=math", "dataset.system=S"],
+    "word", ["dataset.eval=a.jsonl", "reward=math", "eval.accuracy=math", "dataset.system=S"]
 )
 def test_held_out_rows_are_not_those_of_benchmarks(word: str) -> None:
     check_rows([word], Recipe())

@@ -35,8 +35,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [(row["words"], row["said"]) for row in rows_of("commands/mistakes.jsonl")],
+    ("words", "said"), [(row["words"], row["said"]) for row in rows_of("commands/mistakes.jsonl")]
 )
 def test_a_mistake_is_one_sentence(
     words: str, said: list[str], grpo: Grpo, world: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,10 +126,7 @@ def test_a_table_fills_in_missing_arguments() -> None:
     ],
 )
 def test_a_template_that_fails(
-    template: str,
-    words: str,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    template: str, words: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(UserError) as error:

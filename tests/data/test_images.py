@@ -121,8 +121,7 @@ def test_images_need_a_chat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "where"),
-    [({"image": PNG}, "the column 'image'"), ({}, "the messages")],
+    ("row", "where"), [({"image": PNG}, "the column 'image'"), ({}, "the messages")]
 )
 def test_a_model_of_text_refuses_images(row: dict[str, Any], where: str) -> None:
     content: Any = "Hi" if row else [IMAGE, TEXT]

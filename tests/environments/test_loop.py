@@ -154,12 +154,7 @@ def run(
     say = settings.pop("say", print)
     names = {p.columns.get("environment", "") for p in prompts} or {""}
     loop = EpisodeLoop(
-        scene,
-        dict.fromkeys(names, Characters()),
-        EpisodeSettings(**settings),
-        most,
-        share,
-        say,
+        scene, dict.fromkeys(names, Characters()), EpisodeSettings(**settings), most, share, say
     )
     prompts = prompts or [prompt_of("Q")]
     seeds = [7 + n for n in range(len(prompts))]

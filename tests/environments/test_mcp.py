@@ -40,11 +40,7 @@ def test_the_tools_of_a_server_and_of_the_recipe(start: Open) -> None:
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [
-        ("error", '{"error": "on purpose"}'),
-        ("image", "[image]\nseen"),
-        ("structured", '{"n": 1}'),
-    ],
+    [("error", '{"error": "on purpose"}'), ("image", "[image]\nseen"), ("structured", '{"n": 1}')],
 )
 def test_results(start: Open, what: str, text: str) -> None:
     assert step(begin(start(mcp=SERVER)), ("fault", {"what": what})) == [text]

@@ -256,9 +256,7 @@ def parallel_cumsum(values: Tensor, dim: int) -> Tensor:
     return out
 
 
-def test_no_impossible_token_with_parallel_sums(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_impossible_token_with_parallel_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     log_p = sparse(500, 1000)
     sums = parallel_cumsum(log_p.exp(), -1)
     impossible = log_p[:, 1:].isinf() & (sums[:, 1:] > sums.cummax(-1).values[:, :-1])

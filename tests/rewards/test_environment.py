@@ -36,10 +36,7 @@ def value(
     ],
 )
 def test_the_sum(
-    turns: Sequence[float | None],
-    final: dict[str, float],
-    name: str | None,
-    expected: float | None,
+    turns: Sequence[float | None], final: dict[str, float], name: str | None, expected: float | None
 ) -> None:
     assert value(turns, final, name=name) == expected
 

@@ -125,10 +125,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(
-    base_url: str,
-    completions: Any = ("an answer",),
-    prompts: Any = ("a task",),
-    **args: Any,
+    base_url: str, completions: Any = ("an answer",), prompts: Any = ("a task",), **args: Any
 ) -> list[float | None]:
     async def within_time() -> list[float | None]:
         call = judge(

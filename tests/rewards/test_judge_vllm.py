@@ -46,9 +46,7 @@ def test_a_judge_that_must_write_a_score(ask: Ask) -> None:
     forced: dict[str, Any] = {"extra_body": regex, "pattern": "Score: ([0-9])", "reask": 0}
     args: dict[str, Any] = {"answer": ["4", "4"], **forced}
     values = ask(
-        ["It is 4.", "It is {5} 🙂."],
-        log_extra=lambda _, column: replies.append(column),
-        **args,
+        ["It is 4.", "It is {5} 🙂."], log_extra=lambda _, column: replies.append(column), **args
     )
     (written,) = replies
     assert values == [int(reply.removeprefix("Score: ")) / 10 for reply in written]

@@ -106,10 +106,7 @@ def score(folder: str, rows: list[tuple[Any, Any]], **args: Any) -> list[float |
 
 
 def as_chat(prompt: str, completion: str) -> tuple[Any, Any]:
-    return (
-        [{"role": "user", "content": prompt}],
-        [{"role": "assistant", "content": completion}],
-    )
+    return ([{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}])
 
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
@@ -128,11 +125,7 @@ KIND = [([{"role": "system", "content": "Be kind."}, *p], c) for p, c in CHATS]
     ],
 )
 def test_rows_are_plain_text_or_go_through_the_models_own_template(
-    rows: list[Any],
-    args: dict[str, Any],
-    text: str,
-    qwen: str,
-    tokenizer: PreTrainedTokenizerFast,
+    rows: list[Any], args: dict[str, Any], text: str, qwen: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     expected = [alone(qwen, tokenizer(text.format(*row))["input_ids"]) for row in ROWS]
     assert score(qwen, rows, **args) == pytest.approx(expected, abs=1e-5)

@@ -26,11 +26,7 @@ def answer(machine: str, number: int, argument: int = 0, architecture: int | Non
             assert value == 0x7FFF_0000 or value & 0xFFFF_0000 == 0x0005_0000
             return 0 if value == 0x7FFF_0000 else value & 0xFFFF
         else:
-            holds = {
-                0x15: loaded == value,
-                0x35: loaded >= value,
-                0x45: loaded & value != 0,
-            }[code]
+            holds = {0x15: loaded == value, 0x35: loaded >= value, 0x45: loaded & value != 0}[code]
             at += yes if holds else no
 
 

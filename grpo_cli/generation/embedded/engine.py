@@ -81,9 +81,7 @@ class Engine:
 
     @torch.no_grad()
     def decode(
-        self,
-        states: Sequence[DecodingState],
-        arrived: Callable[[], Sequence[DecodingState]] = list,
+        self, states: Sequence[DecodingState], arrived: Callable[[], Sequence[DecodingState]] = list
     ) -> Iterator[list[Finished]]:
         """Decodes every row from its prompt to its last token.
 

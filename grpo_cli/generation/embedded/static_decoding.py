@@ -270,9 +270,7 @@ class StaticBatch:
                 del self.rows[place]
 
 
-def rows_of(
-    batches: Sequence[StaticBatch | DecodeBatch],
-) -> Iterator[tuple[StaticRow, CacheOf]]:
+def rows_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[tuple[StaticRow, CacheOf]]:
     """Yields the rows of batches, each with the function that returns its cache."""
     for batch in batches:
         if isinstance(batch, StaticBatch):

@@ -278,9 +278,7 @@ class Server:
 
 
 def wait_for(
-    servers: Sequence[Server],
-    architecture: dict[str, Any],
-    say: Callable[[str], None],
+    servers: Sequence[Server], architecture: dict[str, Any], say: Callable[[str], None]
 ) -> None:
     """Waits until every server is up, and prints which ones it waits for.
 

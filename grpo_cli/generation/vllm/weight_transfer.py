@@ -312,11 +312,7 @@ KINDS: dict[str, type[Link]] = {
 
 
 def connect(
-    server: Server,
-    kind: str,
-    name: str,
-    folder: Path,
-    adapted: nn.Module | None = None,
+    server: Server, kind: str, name: str, folder: Path, adapted: nn.Module | None = None
 ) -> Link:
     """Returns a link to a server, of the kind that the recipe and the server agree on.
 

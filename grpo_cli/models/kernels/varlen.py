@@ -70,9 +70,7 @@ class Varlen(ByParts):
     """
 
     def __init__(
-        self,
-        forward: Callable[..., Any] | None = None,
-        backward: Callable[..., Any] | None = None,
+        self, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
     ) -> None:
         """forward, backward: replace torch's `_flash_attention_forward` and `_backward`."""
         self.run = forward or torch.ops.aten._flash_attention_forward

@@ -114,11 +114,7 @@ class EagerGraphs:
 
 
 def sample(
-    model: PreTrainedModel,
-    graphs: Any,
-    sampling: Sampling = LONG,
-    rows: int = 15,
-    eos: int = 4,
+    model: PreTrainedModel, graphs: Any, sampling: Sampling = LONG, rows: int = 15, eos: int = 4
 ) -> list[Completion]:
     """Samples three completions of each of PROMPTS."""
     fallback = None if graphs is None else FallbackGraphs(graphs, pytest.fail)
@@ -250,9 +246,7 @@ def test_generator_uses_checked_graphs() -> None:
     assert not notes
 
 
-def test_generator_rejects_wrong_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_generator_rejects_wrong_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(t: Tensor, *ends: Any, **how: Any) -> tuple[Tensor, Tensor]:
         token, logprob = pick(t, *ends, **how)
         return token, logprob + 0.1

@@ -79,9 +79,7 @@ def test_engine_dtype(model: str, mixed: str, engine: str, expected: str) -> Non
     assert dtype_of(found) == expected
 
 
-def test_missing_engine_is_refused_before_loading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_engine_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     recipe = parsed(HERE)
     with pytest.raises(UserError, match=r"vllm_colocate needs vLLM: pip install 'vllm>="):

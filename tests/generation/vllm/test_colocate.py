@@ -64,11 +64,7 @@ def policy(engine: ColocatedGenerator) -> PreTrainedModel:
     """The engine's policy, at its first weights again, which the engine has too."""
     model = engine.policy
     with torch.no_grad():
-        for mine, first in zip(
-            model.parameters(),
-            make_first(model).parameters(),
-            strict=True,
-        ):
+        for mine, first in zip(model.parameters(), make_first(model).parameters(), strict=True):
             mine.copy_(first)
     engine.update_weights(model, 0)
     return model
@@ -98,9 +94,7 @@ def test_never_stale(engine: ColocatedGenerator, policy: PreTrainedModel) -> Non
     ids=repr,
 )
 def test_logprobs_match_the_policy(
-    engine: ColocatedGenerator,
-    policy: PreTrainedModel,
-    sampling: Sampling,
+    engine: ColocatedGenerator, policy: PreTrainedModel, sampling: Sampling
 ) -> None:
     groups = engine.generate(as_prompts(PROMPTS), 3, sampling, SEEDS)
     checked = 0

@@ -98,9 +98,7 @@ def test_prompt_logprobs() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
-    [[], [None, {6: -0.5}, None], [None, {6: -0.5}, {8: -0.25}]],
-    ids=str,
+    "found", [[], [None, {6: -0.5}, None], [None, {6: -0.5}, {8: -0.25}]], ids=str
 )
 def test_missing_prompt_logprobs(found: Any) -> None:
     with pytest.raises(TrainingError, match="no log-probabilities of a prompt"):

@@ -243,11 +243,7 @@ def test_chosen_transfer(tmp_path: Path, recipe: str, server: str, kind: str) ->
     ids=["answers and does not join", "500"],
 )
 def test_missing_workers(
-    fakes: list[FakeVllm],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    happens: Any,
-    why: str,
+    fakes: list[FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Any, why: str
 ) -> None:
     monkeypatch.setattr(weight_transfer, "RENDEZVOUS_SECONDS", 0.5)
     fakes[0].faults["/init_weight_transfer_engine"] = happens(fakes[0])
