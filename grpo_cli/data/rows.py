@@ -195,8 +195,8 @@ def check_templates(
                     )
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise UserError(
-                f"{key} = {template!r}: does not fit the first row ({error}); write a literal "
-                "brace twice, as in \\boxed{{}}."
+                f"{key} = {template!r}: is not a template for the first row ({error}); write a "
+                "literal brace twice, as in \\boxed{{}}."
             ) from error
 
 

@@ -206,7 +206,7 @@ def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
 @pytest.mark.parametrize("template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}"])
 def test_a_literal_brace_in_a_template(jsonl: Path, template: str) -> None:
     found = message(config(jsonl, prompt=template))
-    assert found.startswith(f"dataset.prompt = {template!r}: does not fit the first row (")
+    assert found.startswith(f"dataset.prompt = {template!r}: is not a template for the first row (")
     assert found.endswith(r"write a literal brace twice, as in \boxed{{}}.")
 
 

@@ -20,7 +20,10 @@ def test_processes(processes: int, name: str) -> None:
     assert name in done, output
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+# BioGPT names no layers; the parts of Gemma 3n beside its layers are large in a tiny model.
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.model_type not in ("biogpt", "gemma3n_text")], ids=str
+)
 def test_the_layers_that_are_gathered_one_by_one(family: Family) -> None:
     model = make(family)
     layers = fsdp.layers(model)

@@ -43,7 +43,7 @@ class HostReads(TorchDispatchMode):
 
 def test_packed_micro_batch_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = HostReads()
-    forward, backward, tolist = loop.forward, Workers.backward, Tensor.tolist
+    forward, backward, tolist = loop.micro_batch_loss, Workers.backward, Tensor.tolist
     inside: list[bool] = []
 
     def recording(function: Any) -> Any:
@@ -63,7 +63,7 @@ def test_packed_micro_batch_reads_nothing_from_the_device(monkeypatch: pytest.Mo
         return tolist(tensor)
 
     monkeypatch.setattr(Tensor, "tolist", noted)
-    monkeypatch.setattr(loop, "forward", recording(forward))
+    monkeypatch.setattr(loop, "micro_batch_loss", recording(forward))
     monkeypatch.setattr(Workers, "backward", recording(backward))
     all_gradients(Workers("cpu"), make_groups(), 40, names=set(FEW) - {"router"})
     found = sorted(set(reads.found))
