@@ -197,7 +197,7 @@ class Checkpointer:
         """Returns the config and tokenizer files, which never change and are created only once."""
         if self.files is None or self.files[0] is not model or self.files[1] is not tokenizer:
             assert isinstance(model, PreTrainedModel), "only a PreTrainedModel can be loaded again"
-            adapted = adapters.config_on(model) is not None
+            adapted = adapters.attached_config(model) is not None
             files = model_folder.files_of_adapter if adapted else model_folder.files_of
             self.files = model, tokenizer, files(model, tokenizer)
         return self.files[2]
@@ -318,7 +318,7 @@ def write_model_and_state(job: _Job) -> dict[str, Entry]:
         model = job.model
         assert isinstance(model, PreTrainedModel)
         names, weights = stored.names("model"), StoredModel(stored, job.pieces)
-        if adapters.config_on(model) is not None:
+        if adapters.attached_config(model) is not None:
             own = adapters.file_tensors(model, {name: weights[name] for name in names})
             entry = model_folder.write_safetensors(job.partial / adapters.WEIGHTS, own)
             return files | {adapters.WEIGHTS: entry}

@@ -157,7 +157,7 @@ def inputs_kept(model: nn.Module) -> Iterator[None]:
             state._mp_policy = policy
 
 
-def offload(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Frees the layers that a forward without a backward left gathered."""
     for part in model.modules():
         if isinstance(part, FSDPModule):

@@ -73,7 +73,7 @@ def _kept(
     with saved_bytes(policy_logprobs.model) as kept, torch.enable_grad():
         logprobs, _ = policy_logprobs(rollouts, temperature)
     del logprobs
-    fsdp.offload(policy_logprobs.model)
+    fsdp.reshard(policy_logprobs.model)
     return kept(), policy_logprobs.tokens(rollouts)
 
 

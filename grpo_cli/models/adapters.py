@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.config import sources
-from grpo_cli.distributed.fsdp import full_tensor, offload
+from grpo_cli.distributed.fsdp import full_tensor, reshard
 from grpo_cli.errors import UserError, first_line, listed, nearest
 from grpo_cli.files import read_json, reading
 from grpo_cli.models import quantization
@@ -244,7 +244,7 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
         model.requires_grad_(False)
 
 
-def config_on(model: nn.Module) -> PeftConfig | None:
+def attached_config(model: nn.Module) -> PeftConfig | None:
     """Returns the config of a model's adapter; None without an adapter."""
     configs = getattr(model, "peft_config", None)
     return configs[NAME] if configs else None
@@ -252,7 +252,7 @@ def config_on(model: nn.Module) -> PeftConfig | None:
 
 def tensors_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns an adapter's weights by their names in the model; {} without an adapter."""
-    if config_on(model) is None:
+    if attached_config(model) is None:
         return {}
     named = model.named_parameters()
     return {name: p for name, p in named if NAME in name.split(".") or p.requires_grad}
@@ -277,7 +277,7 @@ def file_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 def config_file(model: nn.Module) -> bytes:
     """Returns the contents of peft's config file, with sorted keys and sets."""
-    config = config_on(model)
+    config = attached_config(model)
     assert config is not None
     fields = config.to_dict() | {"inference_mode": True}  # type: ignore[no-untyped-call]
     return (json.dumps(fields, indent=2, sort_keys=True, default=sorted) + "\n").encode()
@@ -317,14 +317,14 @@ def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
     """Returns copies of an adapter's weights, or of this process's shards of them."""
-    offload(model)  # frees gathered weights, so that the shards are read
+    reshard(model)  # frees gathered weights, so that the shards are read
     return {name: p.detach().clone() for name, p in tensors_of(model).items()}
 
 
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Sets an adapter's weights, or this process's shards of them, in place."""
-    offload(model)  # a change of gathered weights would be lost
+    reshard(model)  # a change of gathered weights would be lost
     for name, p in tensors_of(model).items():
         p.copy_(tensors[name])
 

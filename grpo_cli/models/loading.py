@@ -462,7 +462,7 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     empty.generation_config = model.generation_config
     if output_head.is_float32(model):
         output_head.use_float32(empty)
-    adapters.attach(empty, copy.deepcopy(adapters.config_on(model)), 0)
+    adapters.attach(empty, copy.deepcopy(adapters.attached_config(model)), 0)
     return empty.to(model.dtype).requires_grad_(False).eval()
 
 

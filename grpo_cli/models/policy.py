@@ -89,7 +89,7 @@ class Policy:
                 f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
                 "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
             )
-        adapter = adapters.config_on(model)
+        adapter = adapters.attached_config(model)
         frozen = loading.frozen_copy(model) if recipe.needs_reference and not adapter else None
         logprobs = make_logprobs(workers.place(model), recipe, workers, say)
         reference: Reference | None = None

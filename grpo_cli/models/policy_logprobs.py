@@ -327,7 +327,7 @@ class PolicyLogprobs:
         if inputs.layout is not None and not inputs.layout.is_used:  # sequences were not separated
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
-            fsdp.offload(self.model)
+            fsdp.reshard(self.model)
         logprobs = in_rows(flat[0], rollouts)
         return logprobs, None if flat[1] is None else in_rows(flat[1], rollouts)
 

@@ -90,7 +90,7 @@ def test_merged_weights_of_a_quantized_model(folder: Path, kind: str) -> None:
         assert apart(merged["model.layers.0.mlp.up_proj.weight"], expected) < 1e-6
     plain.load_state_dict(merged, strict=False)
     assert apart(logprobs(plain), logprobs(model)) < 1e-5
-    adapters.attach(unmerged, copy.deepcopy(adapters.config_on(model)), 0)  # type: ignore[arg-type]
+    adapters.attach(unmerged, copy.deepcopy(adapters.attached_config(model)), 0)  # type: ignore[arg-type]
     adapters.fill(unmerged, adapters.copied(model))
     assert apart(logprobs(unmerged), logprobs(model)) < 1e-5
 

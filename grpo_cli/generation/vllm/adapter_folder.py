@@ -53,7 +53,7 @@ def rank_on(model: nn.Module, recipe: Recipe) -> int | None:
     Raises:
         UserError: the model has an adapter on a layer that is not linear, such as experts.
     """
-    config = adapters.config_on(model)
+    config = adapters.attached_config(model)
     if config is None or recipe.adapter.sync == "merge":
         return None
     lora.check(config)
