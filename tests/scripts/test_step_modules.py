@@ -1,4 +1,4 @@
-"""How far a default step reaches, held by the budget in pyproject.toml."""
+"""A default step enters no more modules than the budget in pyproject.toml allows."""
 
 import tomllib
 
