@@ -168,29 +168,32 @@ def make(
 
 
 def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Returns the trained parameters, grouped by weight decay and, for muon, by optimizer.
+    """Returns the trained parameters, grouped by weight decay and by their optimizer state.
 
     Each group has `state_bytes`, the bytes of optimizer state per weight.
     """
     without_decay = set(undecayed(model, config.no_decay)) if config.weight_decay else set()
     # Muon takes the matrices except embeddings and the output head.
-    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    if (head := model.get_output_embeddings()) is not None:
-        outer.add(id(head.weight))
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings()
+    outer = embeddings | ({id(head.weight)} if head is not None else set())
     hidden = {id(p) for p in model.parameters() if p.ndim == 2} - outer
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
-            key = (config.algorithm == "muon" and id(p) in hidden, id(p) in without_decay)
-            groups.setdefault(key, []).append(p)
+            is_muon = config.algorithm == "muon" and id(p) in hidden
+            is_wide = config.algorithm in EIGHT_BIT and id(p) in embeddings
+            groups.setdefault((is_muon, is_wide, id(p) in without_decay), []).append(p)
     return [
         {
             "params": parameters,
             "weight_decay": 0.0 if is_undecayed else config.weight_decay,
-            "state_bytes": state_bytes(config, parameters[0].element_size(), is_muon=is_muon),
+            "state_bytes": 8.0  # moments in float32
+            if is_wide
+            else state_bytes(config, parameters[0].element_size(), is_muon=is_muon),
             **({"muon": True} if is_muon else {}),
         }
-        for (is_muon, is_undecayed), parameters in groups.items()
+        for (is_muon, is_wide, is_undecayed), parameters in groups.items()
     ]
 
 

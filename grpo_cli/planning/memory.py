@@ -137,6 +137,8 @@ def resting(job: Job) -> dict[str, float]:
             one = state_bytes(recipe.optimizer, job.trained_bytes, is_muon=True)
             state += by_muon * (one - state)
         parts["optimizer state"] = job.trained * state
+        if recipe.optimizer.algorithm in EIGHT_BIT and not sizes.adapter:  # embeddings in float32
+            parts["optimizer state"] += sizes.vocab * sizes.hidden * (8 - state)
     elif recipe.distributed.offload == "all":
         parts = dict.fromkeys(parts, 0.0)
     if recipe.needs_reference and not sizes.adapter:

@@ -74,7 +74,7 @@ def test_shards_by_hand() -> None:
 
 def test_optimizers_and_offload() -> None:
     eight = memory(job({"optimizer.algorithm": "bitsandbytes.optim:AdamW8bit"}), 10)["optimizer"]
-    assert eight["optimizer state"] == pytest.approx(1000 * (2 + 8 / 256))
+    assert eight["optimizer state"] == pytest.approx(900 * (2 + 8 / 256) + 100 * 8), "embeddings"
     muon = memory(job({"optimizer.algorithm": "muon"}), 10)["optimizer"]
     assert muon["optimizer state"] == 800 * 4 + 200 * 8
     assert muon["temporaries"] == 4000, "its step is not fused"
