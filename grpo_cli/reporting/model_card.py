@@ -97,9 +97,11 @@ def model_card(
         after_step: the step of the newest evaluation.
         processes: the number of processes of the run.
     """
-    path, train = recipe.model.path, recipe.dataset.train
+    path, dataset = recipe.model.path, recipe.dataset
     base = path if path and not Path(path).is_dir() and not paths.looks_local(path) else None
-    data = [train] if train is not None and not is_local(train) else []
+    sources = [part.data for part in dataset.mixture.values()] or [dataset.train or ""]
+    names = {source: Path(source).name if is_local(source) else source for source in sources}
+    data = [source for source in names if not is_local(source)]
     method = METHODS.get(recipe.adapter.method)
     relation: dict[str, Any] = {"base_model_relation": "adapter"} if method and base else {}
     results, name = after or {}, recipe.hub.repo or recipe.recipe or "model"
@@ -120,7 +122,7 @@ def model_card(
         prompts=recipe.prompts_per_step,
         generations=recipe.generation.num_generations,
         processes=f", on {processes} processes" if processes > 1 else "",
-        data=", ".join(data) or Path(recipe.dataset.train or "").name,
+        data=", ".join(names.values()),
         rewards=", ".join(f"{n} (weight {r.weight:g})" for n, r in recipe.reward.items()),
         loss=f"{recipe.loss.policy}, beta {recipe.loss.beta:g}",
         evaluated=after_step,

@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.settings import MixturePart
 from grpo_cli.reporting.model_card import model_card
 from grpo_cli.scoring.settings import Reward
 from tests.tables import table
@@ -42,6 +43,10 @@ def test_the_hub_finds_base_model_data_and_tags() -> None:
     assert data.base_model == "Qwen/Qwen2.5-0.5B"
     assert data.datasets == ["openai/gsm8k"]
     assert "grpo" in data.tags
+    parts = {"a": MixturePart(data="openai/gsm8k"), "b": MixturePart(data="/my/rows.jsonl")}
+    mixed = card(recipe(dataset__train=None, dataset__mixture=parts))
+    assert ModelCard(mixed).data.datasets == ["openai/gsm8k"]
+    assert "| data | openai/gsm8k, rows.jsonl |" in mixed
 
 
 def test_an_adapter_names_the_model_it_belongs_to() -> None:
