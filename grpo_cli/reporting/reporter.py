@@ -355,11 +355,12 @@ def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Tab
     table = Table(
         "", "before", "after", title=f"{summary['recipe']}: {counted(summary['steps'], 'step')}"
     )
-    before, after = summary["before"], summary["after"]
-    if before is not None and after is not None:
-        if "graded" not in {**before, **after}:
-            table.add_row("held-out accuracy", with_interval(before), with_interval(after))
-        rewards = ["" if e["reward"] is None else f"{e['reward']:.3f}" for e in (before, after)]
+    evaluations = [summary[when] or {} for when in ("before", "after")]
+    if any(evaluations):
+        if not any("graded" in e for e in evaluations):
+            cells = (with_interval(e) if e else "" for e in evaluations)
+            table.add_row("held-out accuracy", *cells)
+        rewards = ["" if e.get("reward") is None else f"{e['reward']:.3f}" for e in evaluations]
         table.add_row("held-out reward", *rewards)
     if metrics:
         tenth = max(1, len(metrics) // 10)

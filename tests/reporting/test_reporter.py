@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from grpo_cli.errors import TrainingError
-from grpo_cli.reporting.reporter import Reporter, completions_table
+from grpo_cli.reporting.reporter import Reporter, closing_table, completions_table
 from tests.training.test_train import recipe
 
 STEP = {"reward": 0.5, "completions/mean_length": 4.0, "tokens_per_second": 9.0, "step_time": 1.0}
@@ -86,6 +86,13 @@ def test_a_step_whose_completions_are_cut_off(
     reporter.close()
     said = "75% of completions cut off by generation.max_completion_tokens"
     assert (said in capsys.readouterr().out) == (cut > 0.5)
+
+
+def test_the_last_evaluation_is_shown_without_one_before_training() -> None:
+    after = {"accuracy": 0.5, "interval_95": [0.4, 0.6], "reward": 0.7}
+    table = closing_table([], SUMMARY | {"before": None, "after": after})
+    assert [*table.columns[1].cells] == ["", ""]
+    assert [*table.columns[2].cells] == ["0.500 [0.400, 0.600]", "0.700"]
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json"])
