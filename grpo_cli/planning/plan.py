@@ -40,7 +40,10 @@ class Plan:
 
     @property
     def disk(self) -> float:
-        """The bytes of the checkpoints that the run keeps: trained weights, moments, model."""
+        """The bytes of the checkpoints that the run keeps: trained weights, moments, model.
+
+        The best one may be older than the newest ones; only its model is kept then.
+        """
         job, recipe = self.job, self.job.recipe
         every = recipe.checkpoint.every
         written = 1 + (recipe.steps - 1) // every if every else 1
@@ -48,7 +51,9 @@ class Plan:
         model = 0 if job.sizes.adapter else job.sizes.parameters * job.weight_bytes
         if not every and model:  # leaves the model alone
             return model
-        return min(written, recipe.checkpoint.keep_last) * (trained + model)
+        newest = min(written, recipe.checkpoint.keep_last)
+        best = model if newest < written and recipe.eval.every else 0
+        return newest * (trained + model) + best
 
     def as_json(self) -> dict[str, Any]:
         """Returns the prediction as plain values, for plan.json and --json."""

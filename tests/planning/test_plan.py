@@ -80,6 +80,12 @@ def test_optimizers_and_offload() -> None:
     assert muon["temporaries"] == 4000, "its step is not fused"
 
 
+@pytest.mark.parametrize(("steps", "every", "best"), [(3, 1, 4000), (2, 1, 0), (3, 0, 0)])
+def test_checkpoints_on_the_disk(steps: int, every: int, best: int) -> None:
+    values = {"steps": steps, "checkpoint.every": 1, "eval.every": every}
+    assert predict(job(values)).disk == 2 * (3 * 4000 + 4000) + best
+
+
 def test_changes_that_fit_come_first() -> None:
     plan = seven_b({"model.gradient_checkpointing": True}, L4)
     assert not plan.fits
