@@ -52,7 +52,8 @@ class Trackers:
 
     def __init__(self, config: Tracking, workers: Workers, say: Callable[[str], None]) -> None:
         self.config, self.workers, self.say = config, workers, say
-        self.ids: dict[str, str] = {}  # by tracker; a resumed run continues their curves
+        # By tracker, "" if it has none; a resumed run continues their curves.
+        self.ids: dict[str, str] = {}
         self._live: dict[str, Any] = {}  # by name
         self._failing: set[str] = set()  # trackers whose failure was printed
 
@@ -87,10 +88,9 @@ class Trackers:
         known = dict(self.ids)
         for name in self.config.backend:
             try:
-                tracker = _started(name, self.config, folder, settings, known.get(name))
+                tracker = _started(name, self.config, folder, settings, known.get(name) or None)
                 self._live[name] = tracker
-                if name in IDS:
-                    self.ids[name] = IDS[name](tracker)
+                self.ids[name] = IDS[name](tracker) if name in IDS else ""
             except Exception as error:
                 said = f"tracking.backend = {name}: cannot be started: {typed_line(error)}"
                 if not known:

@@ -140,6 +140,14 @@ def test_a_tracker_that_does_not_start_ends_a_new_run_only(
     live.log({"reward": 1.0}, 1)
     (note,) = lines
     assert note.endswith("ValueError: no key configured; the run continues without it")
+    without_id = tracked(lines, "tensorboard")
+    without_id.start(tmp_path, {})
+    live = tracked(lines, "tensorboard")
+    live.load_state_dict(without_id.state_dict())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "tensorboard").touch()
+    live.start(tmp_path / "full", {})
+    assert lines[-1].endswith("the run continues without it")
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
