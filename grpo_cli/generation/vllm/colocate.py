@@ -241,8 +241,7 @@ class ColocatedGenerator(VllmGenerator):
         """Returns the engine's log-probabilities of each row's scored tokens."""
         score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         with self.apart():
-            for number, prompt in enumerate(self.rendered([r.prompt for r in rows])):
-                self.add_request(number, prompt, _typed(score))
+            self.add_requests([(n, row.prompt, _typed(score)) for n, row in enumerate(rows)])
             outputs: dict[int, Any] = {}
             while self.engine.has_unfinished_requests():
                 outputs |= self.advance()
@@ -256,24 +255,24 @@ class ColocatedGenerator(VllmGenerator):
             for n, row in enumerate(rows)
         ]
 
-    def add_request(self, number: int, prompt: Any, params: Any) -> None:
-        self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
-
-    def rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """Returns prompts in the form that the engine accepts.
+    def add_requests(self, requests: Sequence[tuple[int, Prompt, Any]]) -> None:
+        """Adds (number, prompt, SamplingParams) of each request to the engine.
 
         Raises:
-            TrainingError: vLLM refuses a prompt, such as one with more images than is allowed.
+            TrainingError: vLLM refuses one, as for too many images or a regex that it cannot read.
         """
-        given = [images.in_process(p) for p in prompts]
+        from vllm.exceptions import VLLMClientError  # not a ValueError
+
+        given = [images.in_process(prompt) for _, prompt, _ in requests]
         try:
-            return list(self.llm.renderer.render_cmpl(given))
-        except ValueError as error:
-            rows = dict.fromkeys(p.row for p in prompts if p.images) or [p.row for p in prompts]
-            raise TrainingError(
-                f"vLLM refuses a prompt (rows {listed(map(str, rows))}): {first_line(error)}",
-                alone=True,
-            ) from error
+            rendered = self.llm.renderer.render_cmpl(given)
+            for (number, _, params), prompt in zip(requests, rendered, strict=True):
+                self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
+        except (ValueError, VLLMClientError) as error:
+            rows = dict.fromkeys(str(p.row) for _, p, _ in requests if p.images)
+            where = f" (rows {listed(rows)})" if rows else ""
+            said = f"vLLM refuses a request{where}: {first_line(error)}"
+            raise TrainingError(said, alone=True) from error
 
     def advance(self) -> Iterator[tuple[int, Any]]:
         """Takes a step of the engine; yields (number, output) of each request that is done.
@@ -332,13 +331,14 @@ class ColocatedSession(Session):
             return
         longest = max(len(prompt.ids) for prompt, _ in everyones)
         engine.check_lengths(longest, request.sampling.max_tokens)
-        inputs = engine.rendered([prompt for prompt, _ in everyones])
         self.unfinished += len(everyones)
-        for i, (_, params) in enumerate(everyones):
+        asked = []
+        for i, (prompt, params) in enumerate(everyones):
             number = next(self.numbers)
             self.asked[number] = request, i - first
             # flat_logprobs: lists of numbers instead of a dict and an object per token.
-            engine.add_request(number, inputs[i], _typed(params, flat_logprobs=True))
+            asked.append((number, prompt, _typed(params, flat_logprobs=True)))
+        engine.add_requests(asked)
 
     def poll(self, timeout: float = 1.0) -> list[Finished]:
         found = []

@@ -212,6 +212,12 @@ def test_structured_outputs(
             assert json.loads(text) in ({"a": 1}, {"a": 2})
 
 
+def test_refused_settings(engine: ColocatedGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "structured", {"regex": "(a"})
+    with pytest.raises(TrainingError, match=r"^vLLM refuses a request: .+"):
+        engine.generate(as_prompts(PROMPTS[:1]), 2, SAMPLING, SEEDS[:1])
+
+
 def test_prompts_of_several_steps(engine: ColocatedGenerator, policy: PreTrainedModel) -> None:
     """vLLM turns a seeded random stream back after a part of a prompt, which a CPU's cannot."""
     prompts = [[70 + (i * j) % 60 for i in range(100)] for j in range(60)]
