@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import first_line
 from grpo_cli.generation.vllm import gloo_wire, ipc_wire, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
@@ -47,6 +48,7 @@ from grpo_cli.generation.vllm.weights import (
 
 POLL = 1e-3  # seconds between checks of a transfer
 RENDEZVOUS_SECONDS = 60.0  # timeout for trainer and workers to join a group
+BEAT = 1.0  # seconds between two heartbeats while servers answer
 
 
 class Link:
@@ -374,8 +376,10 @@ def send(
     def each(step: str, do: Any) -> None:
         """Calls `do` for every remaining server concurrently."""
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
-            futures = [(link.server, pool.submit(do, link)) for link in alive]
-        for server, future in futures:
+            futures = {pool.submit(do, link): link.server for link in alive}
+            while wait(futures, BEAT).not_done:  # not a stall: each call has its own deadline
+                heartbeat.touch()
+        for future, server in futures.items():
             error = future.exception()
             if isinstance(error, ServerLost):
                 lost[server.url] = error

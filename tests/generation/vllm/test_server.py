@@ -22,7 +22,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Request
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.vllm import base, client, server
+from grpo_cli.generation.vllm import base, client, server, weight_transfer
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.generation.vllm.weights import Weights
@@ -301,9 +301,14 @@ def test_weights_of_another_run(fakes: list[FakeVllm], model: PreTrainedModel) -
 
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_completions_during_an_update(
-    fakes: list[FakeVllm], model: PreTrainedModel, start: Start, in_flight: bool
+    fakes: list[FakeVllm],
+    model: PreTrainedModel,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    in_flight: bool,
 ) -> None:
     """In flight: their first tokens are of the old policy. Else the update waits for them."""
+    monkeypatch.setattr(weight_transfer, "BEAT", 0.01)
     (fake,) = fakes[:1]
     generator = start([fake], in_flight=in_flight)
     first, begun, go_on = fake.version, threading.Event(), threading.Event()
@@ -327,6 +332,9 @@ def test_completions_during_an_update(
             update = pool.submit(updated, generator, model, 1)
             assert fake.pausing.wait(30)
             assert fake.version == first
+            beaten = threading.Event()
+            monkeypatch.setattr(heartbeat, "touch", beaten.set)
+            assert beaten.wait(10), "a long wait is no stall"
             go_on.set()
             assert update.result() == 1
         assert completions.result() == expected(0, 1)
