@@ -233,7 +233,8 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
         mark: applied to the text that comes from the row.
 
     Raises:
-        ValueError: null, bytes that are not UTF-8, or what does not fit its format specifier.
+        ValueError: null, a list or an object, bytes that are not UTF-8, or what does not fit its
+            format specifier.
     """
     text, of_row, formatter = "", "", string.Formatter()
     for literal, name, spec, conversion in formatter.parse(template):
@@ -247,6 +248,8 @@ def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
             raise ValueError(f"there is no {{{name}}}") from error
         if value is None:
             raise ValueError(f"the column {name!r} is null")
+        if isinstance(value, list | dict) and conversion is None:
+            raise ValueError(f"the column {name!r} holds {value!r:.80}, which is not text")
         if isinstance(value, bytes):
             try:
                 value = value.decode()
@@ -475,11 +478,12 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, Any]]:
     column = only_field(config.solution)
     for number, row in enumerate(rows.rows):
         line = rows.line(number)
-        try:
-            solution: Any = fill(config.solution, row)
-        except (ValueError, TypeError, LookupError) as error:
-            raise UserError(f"dataset.solution: row {line}: {error}.") from error
-        if column is not None and isinstance(row[column], list):
+        if column is None or not isinstance(row.get(column), list):
+            try:
+                solution: Any = fill(config.solution, row)
+            except (ValueError, TypeError, LookupError) as error:
+                raise UserError(f"dataset.solution: row {line}: {error}.") from error
+        else:
             where = f"{rows.source}, row {line}, {column}"
             solution = conversations.normalized(row[column], where)
             if config.chat is not True or solution[-1]["role"] != "assistant":

@@ -88,6 +88,7 @@ def test_a_prefill_is_continued(tokenizer: PreTrainedTokenizerFast) -> None:
         ([USER, ANSWER], {}, "row 0 ends with a message of the assistant: set dataset"),
         ([ANSWER], {"final_assistant": "drop"}, "has messages of the assistant only"),
         ([SYSTEM, USER], {"system": "Hello"}, "dataset.system: row 0 has a system message already"),
+        (USER, {}, "row 0: the column 'prompt' holds {'role': .*, which is not text"),
     ],
 )
 def test_conversations_that_are_no_prompts(
