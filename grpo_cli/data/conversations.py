@@ -66,7 +66,7 @@ def normalized(messages: Any, where: str, column: str | None = None) -> Conversa
 def _message(message: Any, where: str, column: str | None, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where}: is {message!r:.80}; it must have a role and content.")
-    found = {key: value for key, value in message.items() if value is not None}
+    found: dict[str, Any] = _without_nulls(message)
     if "role" not in found and "from" in found:
         role = found.pop("from")
         found = {
@@ -90,6 +90,13 @@ def _message(message: Any, where: str, column: str | None, number: int) -> dict[
         reason = "has no content" if content is None else f"has the content {content!r:.80}"
         raise UserError(f"{where}: {reason}; the model takes text.")
     return found | {"content": content}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drops keys without a value, also in nested objects."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _is_text_part(part: Any) -> bool:

@@ -25,6 +25,7 @@ BLOCK = {"type": "image", "image": "a.png"}
     [
         ([USER], [USER]),
         ([{**USER, "name": None}], [USER]),  # a table has the keys of all rows
+        ([{**USER, "calls": [{"x": 1, "y": None}]}], [{**USER, "calls": [{"x": 1}]}]),
         ([{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}], [USER, ANSWER]),
         ([{"from": "system", "value": "Add."}], [SYSTEM]),
         ([{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], [USER]),
