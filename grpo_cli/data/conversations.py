@@ -100,7 +100,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and "text" in part
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _is_part(part: Any) -> bool:

@@ -45,6 +45,7 @@ def test_forms_of_messages(messages: Any, expected: Any) -> None:
         ([{"content": "1"}], "row 0, message 0: has no role; it has content."),
         ([USER, {"role": "user"}], "row 0, message 1: has no content; the model takes text."),
         ([{"role": "user", "content": 3}], "has the content 3; the model takes text."),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "; the model takes text."),
         ([{"role": "user", "content": [BLOCK]}], f"the content {[BLOCK]}; the model takes text."),
         ([USER, "hello"], "row 0, message 1: is 'hello'; it must have a role and content."),
         (["hello"], "a conversation is a list of messages."),
