@@ -26,6 +26,7 @@ BLOCKS = 'a list of blocks {"type": "text", "text": ...} and {"type": "image"}'
 
 # Names of the roles in rows in ShareGPT's form, {"from": "human", "value": "1+1="}.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+OF_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 
 
 def is_conversation(value: object) -> bool:
@@ -39,7 +40,7 @@ def parsed(cell: object) -> Conversation | None:
         found = json.loads(cell) if isinstance(cell, str) and cell.lstrip()[:1] == "[" else []
     except (ValueError, RecursionError):
         return None
-    named = [isinstance(m, dict) and m.keys() >= {"role", "content"} for m in found]
+    named = [isinstance(m, dict) and any(m.keys() >= keys for keys in OF_MESSAGES) for m in found]
     return found if named and all(named) else None
 
 

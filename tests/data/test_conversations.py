@@ -1,5 +1,6 @@
 """Conversations as prompts: forms that are taken or refused, and what the model sees."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.data import Rows, load_rows, make_prompts, prompt_text
-from grpo_cli.data.conversations import normalized, template_kwargs
+from grpo_cli.data.conversations import normalized, parsed, template_kwargs
 from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample, load, prompt_cell
 from grpo_cli.errors import UserError
@@ -30,13 +31,14 @@ BLOCK = {"type": "image", "image": "a.png"}
         ([{"from": "system", "value": "Add."}], [SYSTEM]),
         ([{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], [USER]),
         (
-            [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}],
+            [{"role": "assistant", "tool_calls": [{"id": 1}]}],
             [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}],
         ),
     ],
 )
 def test_forms_of_messages(messages: Any, expected: Any) -> None:
     assert normalized(messages, "row 0") == expected
+    assert normalized(parsed(json.dumps(messages)), "row 0") == expected
 
 
 @pytest.mark.parametrize(
