@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 178_956_970  # Pillow refuses more: a small file may hold gigabytes of one colour
 
 ORIENTATION = 0x0112  # EXIF tag
+LONGEST_PATH = 1024  # characters; a longer text is perhaps base64
 URLS = ("http://", "https://", "data:", "s3://", "gs://", "hf://", "file://")
 FORMS = 'an image is a path, encoded bytes, or {"bytes": ..., "path": ...}'
 
@@ -150,8 +151,9 @@ class StoredImage:
             stored = stored.get("bytes") or stored.get("path")
         if stored is None or (isinstance(stored, str | bytes | Mapping) and not stored):
             raise ValueError("it is empty")
-        if isinstance(stored, str) and stored.startswith(URLS):
-            raise ValueError(f"it is a URL ({stored:.40}); store the image in the data: {FORMS}")
+        if isinstance(stored, str) and (stored.startswith(URLS) or len(stored) > LONGEST_PATH):
+            kind = "a URL" if stored.startswith(URLS) else "no path"
+            raise ValueError(f"it is {kind} ({stored:.40}); store the image in the data: {FORMS}")
         if not isinstance(stored, str | bytes | Path | Image.Image):
             raise ValueError(f"it is of the type {type(stored).__name__}; {FORMS}")
         return stored

@@ -86,6 +86,7 @@ def test_pickled_it_holds_its_bytes() -> None:
         (5, "it is of the type int; an image is a path"),
         ([[0, 1]], "it is of the type list; an image is a path"),
         ("https://a.b/c.png", r"it is a URL \(https://a.b/c.png\); store the image"),
+        ("/9j/4AAQ" * 2000, r"it is no path \(.{40}\); store the image"),
         ({"url": "x"}, "it has the keys url; an image is a path"),
         ({"bytes": None, "path": None}, "it is empty"),
         ("/dev/zero", "/dev/zero is not a file"),
