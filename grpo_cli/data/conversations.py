@@ -187,4 +187,6 @@ def template_kwargs(
     Args: mark: applied to the row's values.
     """
     of_row = row.get(TEMPLATE_KWARGS) or {}
+    if not isinstance(of_row, Mapping):
+        raise UserError(f"the column {TEMPLATE_KWARGS} must hold objects; it has {of_row!r:.80}.")
     return {**of_model, **{key: mark(value) for key, value in of_row.items() if value is not None}}

@@ -121,6 +121,8 @@ def test_arguments_of_the_template_by_recipe_and_by_row(
 def test_a_table_fills_in_missing_arguments() -> None:
     row = {"chat_template_kwargs": {"a": None, "b": 2}}
     assert template_kwargs({"a": 1, "b": 1}, row) == {"a": 1, "b": 2}
+    with pytest.raises(UserError, match="chat_template_kwargs must hold objects; it has '"):
+        template_kwargs({}, {"chat_template_kwargs": "{}"})
 
 
 @pytest.mark.parametrize(
