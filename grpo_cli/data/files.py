@@ -307,7 +307,8 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
     wrong: list[str] = []
     with reading(f"{key} = {path}"), opener(path, "rt", encoding=ENCODING) as file:
         try:
-            start = file.read(1)
+            while (start := file.read(1)).isspace():
+                pass
             file.seek(0)
             if not start:
                 raise UserError(f"{key} = {path}: the data set is empty.")

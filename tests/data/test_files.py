@@ -199,7 +199,7 @@ def test_numbers_in_json_stay_what_they_are(tmp_path: Path) -> None:
         ),
         ("a.json", '[\n{"question": 1},\n]', ", line 3: malformed JSON ("),
         ("a.jsonl", "", ": the data set is empty."),
-        ("a.json", "[]", ": the data set is empty."),
+        ("a.json", "\n []", ": the data set is empty."),
         ("a.csv", "question,answer\n", ": the data set is empty."),
         ("a.parquet", "not parquet", ": cannot be read: "),
         ("a.jsonl", "[" * 100_000, "a.jsonl: cannot be read: it is nested too deeply."),
