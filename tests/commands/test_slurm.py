@@ -141,6 +141,8 @@ kind = "train" if "train" in words else words[2]
 known = {{k: v for k, v in os.environ.items() if k.startswith(("GRPO_", "OMP", "PET", "S_"))}}
 with open(fake / "calls", "a") as file:
     file.write(json.dumps([kind, words, known]) + "\\n")
+if kind == "train" and os.fork():  # torchrun: SLURM signals neither it nor what it starts
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 def save(name):
     (run / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
 def leave():
