@@ -221,15 +221,15 @@ def made_on(run: Run) -> dict[str, str]:
 
 
 def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
-    """Restores the results of the stored run's self-checks, if this machine is of the same kind."""
+    """Restores the results of the stored run's self-checks, if no process's machine has changed."""
     now = made_on(run)
     changed = [
         f"{key} {was} -> {now[key]}" for key, was in stored["made"].items() if was != now[key]
     ]
-    if changed:
+    if any_changed := run.workers.first(", ".join(changed) or None):  # the checks are collective
         run.reporter.say(
             "note: the self-checks are made again, since the checkpoint was written elsewhere "
-            f"({', '.join(changed)}); from here on numbers may differ by rounding"
+            f"({any_changed}); from here on numbers may differ by rounding"
         )
         return
     run.policy.restore_checks(stored)

@@ -28,7 +28,7 @@ def run_of(model: PreTrainedModel, said: list[str]) -> Run:
     run = SimpleNamespace(
         policy=policy,
         generator=TransformersGenerator(model, [2], say=said.append),
-        workers=SimpleNamespace(device=torch.device("cpu")),
+        workers=SimpleNamespace(device=torch.device("cpu"), first=lambda value: value),
         reporter=SimpleNamespace(say=said.append),
     )
     return cast(Run, run)
@@ -60,14 +60,18 @@ def test_checks_are_restored_on_the_same_machine(monkeypatch: pytest.MonkeyPatch
     assert resume.checks(resumed) == stored
 
 
-def test_elsewhere_the_checks_are_made_again() -> None:
+@pytest.mark.parametrize("change", ["threads another -> 1", "device A100 -> H100"])
+def test_elsewhere_the_checks_are_made_again(change: str) -> None:
     model, stored = begun()
-    now = stored["made"]["threads"]
-    stored["made"]["threads"] = "another"
     said: list[str] = []
     resumed = run_of(model, said)
+    if change.startswith("threads"):
+        stored["made"]["threads"] = "another"
+        change = f"threads another -> {torch.get_num_threads()}"
+    else:  # another process's
+        resumed.workers.first = lambda value: change  # type: ignore[assignment,method-assign]
     resume.restore_checks(resumed, stored)
     (note,) = said
-    assert f"since the checkpoint was written elsewhere (threads another -> {now})" in note
+    assert f"since the checkpoint was written elsewhere ({change})" in note
     assert not resumed.policy.logprobs.checked
     assert resumed.generator.checks() == {}
