@@ -343,6 +343,9 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     if same_processes:
         random_streams.set_rng_state(saved["rng"][workers.rank])
         run.recovery.mark()  # for an evaluation that is interrupted again
+    # In lockstep all processes have the same checks and micro-batches; under ddp each has its own.
+    were_alone = before["distributed"]["strategy"] != "fsdp2"
+    if same_processes and not (workers.runs_in_lockstep and were_alone):
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
             budget = run.policy.micro_batches.budget
             budget.tokens = stored["micro_batch_tokens"][workers.rank]

@@ -119,6 +119,16 @@ def test_interrupted_step_of_another_recipe(live: Run) -> None:
     assert (live.recovery.progress, live.queue.position) == (None, 6), "it begins again"
 
 
+def test_micro_batches_of_ddp_are_measured_again_in_lockstep(live: Run) -> None:
+    budget = live.policy.micro_batches.budget
+    budget.tokens = 40
+    saved(live, 1)
+    for live.workers.runs_in_lockstep, tokens in [(False, 40), (True, 20)]:
+        budget.tokens = 20
+        resume.restore(live, paths.checkpoint_path(live.folder, 1))
+        assert budget.tokens == tokens
+
+
 def test_best_checkpoint_is_kept(live: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(live, 1, best=1)
     saved(live, 2, best=1)
