@@ -271,6 +271,7 @@ def connect() -> tuple[Connection, Any]:
     Returns:
         (the pipe to the parent, the settings given to `start_worker`).
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM may send it to all processes of a run
     os.set_inheritable(int(sys.argv[1]), False)  # child processes must not keep it open
     pipe = Connection(int(sys.argv[1]))
     parent, memory_gb, path, settings = pipe.recv()

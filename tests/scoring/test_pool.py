@@ -40,6 +40,9 @@ def test_values_come_back_in_the_order_of_the_calls(pool: Pool) -> None:
     assert [d.values for d in ask(pool, *texts, name="size")] == [[float(n)] for n in range(50)]
     pids = {int(d.values[0]) for d in ask(pool, *["pid"] * 200)}
     assert 1 <= len(pids - {os.getpid()}) == len(pids) <= 2, "in as many processes as asked for"
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)  # SLURM's, when the run has to end
+    assert {int(d.values[0]) for d in ask(pool, *["pid"] * 200)} & pids, "they live"
 
 
 @pytest.mark.parametrize("text", ["hang", "stop"])
