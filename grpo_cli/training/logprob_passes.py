@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def token_stats(
 
 
 def with_old_logprobs(
-    run: Run, recipe: Recipe, rollouts: Sequence[R], needs: Callable[[R], object]
+    run: Run, recipe: Recipe, rollouts: Sequence[R], needs: Callable[[Any], object]
 ) -> list[R]:
     """Returns rollouts, those that need them with old log-probabilities.
 
@@ -95,10 +95,7 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
 
 
 def with_ref_logprobs(
-    run: Run,
-    recipe: Recipe,
-    samples: Sequence[TrainingSample],
-    needs: Callable[[TrainingSample], object],
+    run: Run, recipe: Recipe, samples: Sequence[TrainingSample], needs: Callable[[Any], object]
 ) -> list[TrainingSample]:
     """Returns samples, those that need them with the reference policy's log-probabilities."""
     assert run.policy.reference is not None

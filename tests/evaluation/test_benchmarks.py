@@ -62,12 +62,8 @@ def sample_of(name: str) -> str:
 def test_a_benchmark_composes(name: str, shipped: Callable[..., Benchmark]) -> None:
     found = shipped(name)
     assert re.fullmatch(r"[\w-]+/[\w-]+", found.data), "a hub name"
-    assert found.shots == 0
     assert list(found.prompts) == (["cot"] if name in PROGRAMS else ["cot", "tir"])
     assert len(found.examples) == (4 if name in MATHS else 0)
-    assert found.title or name == "humaneval_chat"
-    assert bool(found.modes["cot"].published) == (name in ("gsm8k", "math", "mgsm_zh", "cmath"))
-    assert ("请" in found.prompts["cot"]) == (name in CHINESE)
     for template in found.prompts.values():
         if name in MATHS:
             assert template.startswith("{question}\n")
@@ -297,21 +293,12 @@ def test_stop_texts_behind_a_problem(name: str, shipped: Callable[..., Benchmark
     assert benchmarks.asking(before) == ()
 
 
-@table(
-    ("reward", "expected"),
-    [
-        ("math", True),
-        ("exact_match", True),
-        ("choice", True),
-        ("code", False),
-        ("grpo_cli.rewards.math:math", True),
-        ("my_package.my_module:math", False),
-    ],
-)
-def test_what_can_be_voted_on(reward: str, expected: bool) -> None:
-    assert has_votes(reward) is expected
+def test_what_can_be_voted_on() -> None:
+    assert all(map(has_votes, ["math", "exact_match", "choice", "grpo_cli.rewards.math:math"]))
+    assert not any(map(has_votes, ["code", "my_package.my_module:math"]))
 
 
+@pytest.mark.programs
 def test_nothing_here_needs_torch() -> None:
     code = "import sys, grpo_cli.evaluation.benchmarks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

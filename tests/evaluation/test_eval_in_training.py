@@ -9,18 +9,11 @@ import pytest
 from grpo_cli.cli import run_command
 
 TINY = (
-    "device=cpu",
-    "model.build.hidden_size=32",
-    "model.build.intermediate_size=64",
-    "model.build.num_layers=1",
-    "model.build.warmup_steps=0",
-    "prompts_per_step=2",
-    "generation.num_generations=2",
-    "generation.max_completion_tokens=4",
-    "log.report=false",
-    "checkpoint.every=100",
-    "optimizer.learning_rate=0",  # so that nothing ever gets better
-)
+    "device=cpu", "model.build.hidden_size=32", "model.build.intermediate_size=64",
+    "model.build.num_layers=1", "model.build.warmup_steps=0", "prompts_per_step=2",
+    "generation.num_generations=2", "generation.max_completion_tokens=4", "log.report=false",
+    "checkpoint.every=100", "optimizer.learning_rate=0",  # so that nothing ever gets better
+)  # fmt: skip
 SUMS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "kind": "ab"[i % 2]} for i in range(6)]
 
 

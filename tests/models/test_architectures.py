@@ -30,18 +30,10 @@ from tests.training.test_train import metrics, trained, weights
 
 VOCABULARY = 96
 SHARED: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 DECODERS = {"engine": Engine, "cache": CachedDecoder}
 EACH = pytest.mark.parametrize("family", FAMILIES, ids=str)
 RUN = ("llama", "falcon, ALiBi", "mixtral", "qwen3_next", "mamba2")

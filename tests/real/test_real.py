@@ -42,19 +42,10 @@ PRECISIONS = pytest.mark.parametrize("precision", [pytest.param("no", marks=FLOA
 CLI = [str(programs.ROOT / "scripts" / "half_products.py"), "-m", "grpo_cli.cli"]
 HALF = {"no": nullcontext, "bf16": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)}
 SMALL = [
-    "recipe=chat_sums",
-    f"model.path={MODEL}",
-    "device=cpu",
-    "steps=2",
-    "prompts_per_step=2",
-    "generation.num_generations=4",
-    "generation.max_completion_tokens=16",
-    "dataset.eval_limit=4",
-    "eval.every=0",
-    "checkpoint.every=1",
-    "checkpoint.keep_last=5",
-    "log.completions_every=1",
-]
+    "recipe=chat_sums", f"model.path={MODEL}", "device=cpu", "steps=2", "prompts_per_step=2",
+    "generation.num_generations=4", "generation.max_completion_tokens=16", "dataset.eval_limit=4",
+    "eval.every=0", "checkpoint.every=1", "checkpoint.keep_last=5", "log.completions_every=1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,20 +17,12 @@ from grpo_cli.training.run import Run
 from tests.training.test_train import built, timeless, trained, weights
 
 HARD = {  # all that a step can keep: several updates, a moving KL, carried groups, dropout
-    "generation__dynamic_sampling": True,
-    "generation__max_completion_tokens": 5,
-    "loss__beta": 0.05,
-    "loss__kl_target": 0.001,
-    "loss__entropy_coef": 0.01,
-    "loss__entropy_target": 2.0,
-    "update__minibatches": 2,
-    "update__num_iterations": 2,
-    "update__tokens_per_micro_batch": 30,
-    "model__dropout": 0.2,
-    "eval__every": 2,
-    "checkpoint__every": 2,
-    "steps": 4,
-}
+    "generation__dynamic_sampling": True, "generation__max_completion_tokens": 5,
+    "loss__beta": 0.05, "loss__kl_target": 0.001, "loss__entropy_coef": 0.01,
+    "loss__entropy_target": 2.0, "update__minibatches": 2, "update__num_iterations": 2,
+    "update__tokens_per_micro_batch": 30, "model__dropout": 0.2, "eval__every": 2,
+    "checkpoint__every": 2, "steps": 4,
+}  # fmt: skip
 IN_REWARD = {"loss__beta": 0.05, "loss__kl_in": "reward", "update__minibatches": 2, "steps": 3}
 
 
