@@ -354,7 +354,11 @@ class PromptStream:
         shuffle: bool,
         is_sound: Callable[[Prompt], bool] | None = None,
     ) -> None:
-        """is_sound: checks whether a prompt's images can be read; None: no check."""
+        """Orders prompts.
+
+        Args:
+            is_sound: checks whether a prompt's images can be read; None: no check.
+        """
         self.prompts = prompts
         self.is_sound = is_sound
         self.seed = seed

@@ -19,7 +19,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Literal
 
 from grpo_cli.config.user_code import import_module, is_coroutine_function
@@ -319,7 +318,7 @@ class MessageEnvironment(Adapted):
         own = observed(await result_of(self.given.step(rest)))
         answers, more = iter(made.messages), [m for m in own.messages if m["role"] != "tool"]
         theirs = iter([m for m in own.messages if m["role"] == "tool"])
-        answered = [m for c in calls for m in islice(answers if c in ours else theirs, 1)]
+        answered = filter(None, [next(answers if c in ours else theirs, None) for c in calls])
         return replace(own, messages=[*answered, *theirs, *more], calls=[*made.calls, *own.calls])
 
 

@@ -191,10 +191,11 @@ def load_tools(paths: Mapping[str, str]) -> dict[str, Tool]:
     Raises:
         UserError: a function cannot be imported, or is not typed and documented.
     """
-    return {
-        name: make_tool(import_function(path, where := f"tools.{name} = {path}"), name, where)
-        for name, path in paths.items()
-    }
+    tools = {}
+    for name, path in paths.items():
+        where = f"tools.{name} = {path}"
+        tools[name] = make_tool(import_function(path, where), name, where)
+    return tools
 
 
 def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:

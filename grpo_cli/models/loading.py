@@ -389,7 +389,7 @@ def check_context(
     if rope.get("rope_type") == "longrope":
         # A longer row changes the positions of the rows computed with it and of its own cache.
         context = min(context, rope["original_max_position_embeddings"])
-        why = " (its longrope changes beyond them)"
+        why = " (longrope changes positions beyond)"
     longest = max((len(p.ids) for p in prompts), default=0)
     if isinstance(context, int) and 0 < context < longest + max_tokens:
         raise UserError(

@@ -261,8 +261,7 @@ def split_by_gradient(
         entropy_coef=coefficients.entropy,
         router_coef=coefficients.router,
     )
-    with_gradient: list[WeightedSample] = []
-    without: list[WeightedSample] = []
+    with_gradient, without = list[WeightedSample](), list[WeightedSample]()
     for s in samples:
         (with_gradient if every or s.advantages.any() else without).append(s)
     entropy_only = without if step.measures_entropy else []

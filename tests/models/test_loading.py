@@ -82,7 +82,7 @@ def test_context_length_is_checked(model: PreTrainedModel, longrope: bool) -> No
     if longrope:
         rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
         model.config.max_position_embeddings, model.config.rope_parameters = 256, rope
-        why = r" \(its longrope changes beyond them\)"
+        why = r" \(longrope changes positions beyond\)"
     prompts = [Prompt.from_ids([5] * n) for n in (3, 10)]
     loading.check_context(model, "m", prompts, 118)
     with pytest.raises(UserError, match=f"is 128 tokens{why}, but the longest prompt has 10"):
