@@ -62,23 +62,5 @@ def _units(row: Any, unit: str) -> Sequence[Hashable]:
 def _repeated_share(units: Sequence[Hashable], ngram: int) -> float:
     if len(units) < ngram:
         return 0.0
-    names = _ngram_names(units, ngram)
-    return 1 - len(set(names)) / len(names)
-
-
-def _ngram_names(units: Sequence[Hashable], ngram: int) -> Sequence[Hashable]:
-    """Returns a number for the n-gram at each place, equal for equal n-grams.
-
-    Two shorter n-grams that overlap make a longer one, so that time and memory grow with the text
-    and the logarithm of `ngram`, not with their product.
-    """
-    names, length = units, 1
-    while length < ngram:
-        step = min(length, ngram - length)
-        numbers: dict[tuple[Hashable, Hashable], int] = {}
-        names = [
-            numbers.setdefault(pair, len(numbers))
-            for pair in zip(names, names[step:], strict=False)
-        ]
-        length += step
-    return names
+    ngrams = list(zip(*(units[start:] for start in range(ngram)), strict=False))
+    return 1 - len(set(ngrams)) / len(ngrams)

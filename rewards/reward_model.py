@@ -243,23 +243,9 @@ def _logits(scorer: Scorer, rows: list[list[int]]) -> list[list[float]]:
     """Returns the logits [B, labels] of rows of which the first is the longest."""
     import torch
 
-    configs = _configs(scorer.model)
-    pad = configs[0].pad_token_id
-    if pad is None and len(rows) > 1:
-        # A causal model's head reads the last token that is not `pad_token_id`, and the last of all
-        # where none is set. An id that stands in no row leaves each row's last token the last. The
-        # end token will not do: a row that ends in it would be read one token too early.
-        used = set().union(*rows)
-        pad = next((i for i in range(configs[0].vocab_size) if i not in used), None)
-        if pad is None:
-            return [logits for row in rows for logits in _logits(scorer, [row])]
-        for config in configs:
-            config.pad_token_id = pad
-        try:
-            return _logits(scorer, rows)
-        finally:
-            for config in configs:
-                config.pad_token_id = None
+    pad = _configs(scorer.model)[0].pad_token_id
+    if pad is None and len(rows) > 1:  # a causal model's head would read the last pad token
+        return [logits for row in rows for logits in _logits(scorer, [row])]
     width = len(rows[0])
     ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])  # [B, T]
     lengths = torch.tensor([len(row) for row in rows])

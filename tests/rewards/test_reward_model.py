@@ -175,17 +175,6 @@ def test_a_row_scores_the_same_whatever_stands_beside_it(
     assert backwards == pytest.approx(single[::-1], abs=1e-5)
 
 
-def test_rows_that_use_up_every_token_are_scored_one_by_one(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    folder = save_qwen(tmp_path / "rm", tokenizer, pad=None, positions=300)
-    scorer = module._load(folder, None, "auto", "cpu", False)
-    rows = [[*range(len(tokenizer))], [5, 6, 2], [7]]
-    found = [row[0] for row in module._logits(scorer, rows)]
-    assert found == pytest.approx([alone(folder, row) for row in rows], abs=1e-5)
-    assert scorer.model.config.pad_token_id is None
-
-
 def test_an_encoder_scores_ragged_rows_like_single_ones(bert: str) -> None:
     rows = [("ab", "c"), ("what is it", "abcdefgh"), ("", "z"), ("q", "rst")]
     letters = {letter: 4 + i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
