@@ -21,7 +21,6 @@ _FENCE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: 
 
 
 def _describe(*, guards: str = "auto", site_packages: bool = False, **_: Any) -> str:
-    sandbox.sweep()  # what runs that were killed have left
     return sandbox.describe(guards, site_packages)
 
 

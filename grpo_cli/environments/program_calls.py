@@ -31,7 +31,6 @@ def describe(tools: Tools) -> str:
     Raises:
         UserError: fewer guards work here than `tools.guards` requires.
     """
-    sandbox.sweep()  # removes leftovers of killed runs
     try:
         return sandbox.describe(tools.guards, site_packages=True)
     except sandbox.SandboxError as error:

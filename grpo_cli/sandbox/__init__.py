@@ -8,9 +8,8 @@ program's with judge.py, which tests it. Imports only the standard library, for 
 from grpo_cli.sandbox.api import SandboxResult, grade, prepare, run
 from grpo_cli.sandbox.isolation import GUARDS, describe, find_level
 from grpo_cli.sandbox.process import Limits, ProgramResult, SandboxError
-from grpo_cli.sandbox.temporary_folder import sweep
 
 __all__ = [
     "GUARDS", "Limits", "ProgramResult", "SandboxError", "SandboxResult", "describe", "find_level",
-    "grade", "prepare", "run", "sweep",
+    "grade", "prepare", "run",
 ]  # fmt: skip

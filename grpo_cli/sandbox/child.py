@@ -77,7 +77,7 @@ def become(
                 prctl(PR_SET_DUMPABLE, 0)
         else:
             if not settings.has_own_pids:
-                prctl(PR_SET_DUMPABLE, 1)  # its mark must be readable, see `sandbox.sweep`
+                prctl(PR_SET_DUMPABLE, 1)  # its mark must be readable, see `TemporaryFolder`
             for other in settings.in_memory:
                 empty(other)  # files that the previous run left there
         os.environ["HOME"] = os.environ["TMPDIR"] = folder

@@ -199,7 +199,7 @@ class Sandbox:
                 env=self._environment(),
                 cwd="/",
                 start_new_session=True,
-                pass_fds=[self.tests, self.folder.lock if self.folder else self.call_filter],
+                pass_fds=[self.tests, self.call_filter],
                 bufsize=0,
                 **options,
             )
