@@ -24,20 +24,11 @@ GUARDS = ("auto", "namespaces", "limits")
 
 
 @dataclass(frozen=True)
-class Guard:
-    """One protection of a sandbox."""
-
-    name: str
-    on: bool
-    detail: str  # how it works, or why it is off
-
-
-@dataclass(frozen=True)
 class SandboxLevel:
     """A tested way to start programs on this machine."""
 
     name: str  # "namespaces" or "limits"
-    guards: tuple[Guard, ...]
+    off: tuple[str, ...] = ()  # guards of the level that do not work here
     command: tuple[str, ...] = ()  # words before the interpreter
     becomes: str | None = None  # where it changes its user: "inside", "outside"; None: nowhere
     sys_path: tuple[str, ...] = ()  # added to the interpreter's own
@@ -48,16 +39,14 @@ class SandboxLevel:
 
 
 def describe(guards: str = "auto", site_packages: bool = False) -> str:
-    """Describes in one line the active guards, and what the level does not prevent.
+    """Describes in one line the level, its guards that do not work, and what it does not prevent.
 
     Raises:
         SandboxError: fewer guards work here than `guards` requests.
     """
     level = find_level(guards, site_packages)
-    on = [f"{guard.name} ({guard.detail})" for guard in level.guards if guard.on]
-    off = [f"{guard.name} ({guard.detail})" for guard in level.guards if not guard.on]
-    line = f"sandbox: level {level.name}; on: {', '.join(on)}"
-    line += f"; OFF: {', '.join(off)}" if off else "; off: none"
+    off = [*level.off, *([] if call_filter() else ["filter of system calls"])]
+    line = f"sandbox: level {level.name}; " + (f"OFF: {', '.join(off)}" if off else "off: none")
     return line if level.has_own_pids else f"{line}; {_reach()}"
 
 
@@ -118,37 +107,12 @@ def _namespaces(path: str, site_packages: bool) -> tuple[SandboxLevel | None, st
 @functools.cache
 def _limits(site_packages: bool) -> SandboxLevel:
     becomes = "inside" if _may_change_user() else None
-    names = ("own files", "no network", "own processes")
-    off = [Guard(name, False, 'guards is "limits"') for name in names]
-    guards = (*_BASIC, _user_guard(becomes, "this process is not root"), _calls_guard(), *off)
     sys_path = _site_folders() if site_packages else ()
-    level = SandboxLevel("limits", guards, becomes=becomes, sys_path=sys_path)
+    off = ("own files", "no network", "own processes")
+    level = SandboxLevel("limits", off, becomes=becomes, sys_path=sys_path)
     _try(level)
     return level
 
-
-def _user_guard(becomes: str | None, otherwise: str, on: bool = False) -> Guard:
-    name = "another user"
-    if becomes is not None:
-        is_own = process.spare_uid() not in (None, NOBODY)
-        return Guard(name, True, "of its own" if is_own else f"{NOBODY}, shared by all")
-    if os.geteuid() == 0:
-        otherwise = "this process may not become another user"
-    return Guard(name, on, otherwise)
-
-
-def _calls_guard() -> Guard:
-    is_on = call_filter() is not None
-    why = "keyrings, namespaces, other processes" if is_on else "unknown on this kind of machine"
-    return Guard("system calls", is_on, why)
-
-
-_BASIC = (
-    Guard("own session", True, "killed with all that it starts"),
-    Guard("temporary folder", True, "removed at the end"),
-    Guard("resource limits", True, "time, memory, processes, files, output"),
-    Guard("clean environment", True, "no variables, no file descriptors"),
-)
 
 # Features that a kernel, a container or an older bubblewrap may lack; fewest omissions first.
 _LEFT_OUT = tuple(
@@ -198,21 +162,13 @@ def _bubblewrapped(
     command += ["--remount-ro", "/dev", "--remount-ro", "/"]
     if call_filter() is not None:
         command += ["--seccomp", "CALL_FILTER"]
-    guards = [
-        *_BASIC,
-        _user_guard(becomes, "the same, without its rights", on=True),
-        Guard("own files", True, "read-only, the system's and Python's; its own in memory"),
-        Guard("no network", True, "a namespace without one"),
-        Guard("own processes", True, "a namespace of their own"),
-        _calls_guard(),
-    ]
-    if "size" in left_out:
-        guards.append(Guard("hard limit on files", False, "this bubblewrap does not know --size"))
-    if "proc" in left_out:
-        name = "limit on the memory of all processes"
-        guards.append(Guard(name, False, "/proc cannot be mounted here"))
+    off = {
+        "size": "hard limit on files (this bubblewrap does not know --size)",
+        "proc": "limit on the memory of all processes (/proc cannot be mounted here)",
+    }
+    missing = tuple(text for name, text in off.items() if name in left_out)
     visible = tuple(moved.get(path, path) for path in sys_path)
-    return SandboxLevel("namespaces", tuple(guards), tuple(command), becomes, visible)
+    return SandboxLevel("namespaces", missing, tuple(command), becomes, visible)
 
 
 def _is_hidden(path: str) -> bool:
