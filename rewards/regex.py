@@ -18,9 +18,6 @@ def regex(
     *,
     pattern: str,
     mode: str = "search",
-    ignore_case: bool = False,
-    dotall: bool = False,
-    multiline: bool = False,
     compare: bool = False,
     **_: Any,
 ) -> list[float | None]:
@@ -28,11 +25,9 @@ def regex(
 
     Recipe args:
         pattern: in the syntax of Python's `re`. In YAML write it in single quotes, which leave
-            backslashes as they are: '\d+ apples'.
+            backslashes as they are: '\d+ apples'. Flags stand in it: '(?i)yes' takes upper and
+            lower case as equal.
         mode: "search" looks for the first match anywhere; "fullmatch" asks for the whole text.
-        ignore_case: take upper and lower case as equal.
-        dotall: let `.` match a line break too.
-        multiline: let `^` and `$` match at each line.
         compare: also require that the text of the pattern's first group equals the column `answer`,
             white space at both ends aside. A row whose answer is missing (None) gives None.
 
@@ -43,12 +38,8 @@ def regex(
     one_of("regex: mode", mode, MODES)
     if not isinstance(pattern, str):
         raise ValueError(f"regex: pattern is {pattern!r}; it must be a text, in quotes.")
-    boolean("regex: ignore_case", ignore_case)
-    boolean("regex: dotall", dotall)
-    boolean("regex: multiline", multiline)
     boolean("regex: compare", compare)
-    flags = ignore_case * re.IGNORECASE | dotall * re.DOTALL | multiline * re.MULTILINE
-    compiled = _compiled(pattern, flags)
+    compiled = _compiled(pattern)
     match = compiled.search if mode == "search" else compiled.fullmatch
     texts = completion_texts(completions, "<think>")
     if not compare:
@@ -65,9 +56,9 @@ def regex(
 
 
 @functools.lru_cache
-def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
+def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern, flags)
+        return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
             f"regex: pattern is {pattern!r:.500}; it must be a regular expression of Python's re: "

@@ -1,11 +1,10 @@
 """Reward: a penalty for repetition."""
 
 from collections.abc import Hashable, Sequence
-from math import isfinite
 from typing import Any
 
 from grpo_cli.rewards import reward
-from grpo_cli.rewards._arguments import one_of, whole
+from grpo_cli.rewards._arguments import number, one_of, whole
 from grpo_cli.rewards._text import Completions, completion_texts
 
 UNITS = ("words", "characters", "tokens")
@@ -37,7 +36,7 @@ def repetition(
     """
     one_of("repetition: unit", unit, UNITS)
     whole("repetition: ngram", ngram)
-    if not _is_number(max_penalty) or max_penalty > 0:
+    if number("repetition: max_penalty", max_penalty) > 0:
         raise ValueError(
             f"repetition: max_penalty is {max_penalty!r}; it must be a number, 0 or less."
         )
@@ -46,10 +45,6 @@ def repetition(
     rows: Any = completion_ids if unit == "tokens" else completion_texts(completions, "<think>")
     # 0.0 + x turns a negative zero into a plain one.
     return [0.0 + max_penalty * _repeated_share(_units(row, unit), ngram) for row in rows]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _units(row: Any, unit: str) -> Sequence[Hashable]:

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 GRACE = 60.0  # seconds past all deadlines after which an event loop counts as blocked
 LARGEST = 1e100  # largest reward: squares of larger ones overflow in a standard deviation
-TOO_LARGE = f"which is beyond ±{LARGEST:g}; scale the reward down"
 OWN_METRICS = ("mean", "std", "advantage_share", "timeouts", "errors")  # rewards/NAME/METRIC
 
 
@@ -424,12 +422,12 @@ def number(value: Any) -> float | None:
         converted = float(value)
     except (TypeError, ValueError):
         converted = math.nan
-    except OverflowError:  # such as 10**400, which may have too many digits to show
-        raise ValueError(f"{Decimal(int(value)):.1e}, {TOO_LARGE}") from None
+    except OverflowError:  # such as 10**400
+        converted = LARGEST * 10
     if isinstance(value, (str, bytes)) or not math.isfinite(converted):
         raise ValueError(
             f"{value!r}, which is not a finite number, a list of (position, value) or None"
         )
     if abs(converted) > LARGEST:
-        raise ValueError(f"{converted:g}, {TOO_LARGE}")
+        raise ValueError(f"a number beyond ±{LARGEST:g}; scale the reward down")
     return converted
