@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class Chat:
-    """A `player.Dialogue` in a chat template; a turn ends where sampling stops.
+    """A dialogue in a chat template; a turn ends where sampling stops.
 
     Holds the template, the encoder of replies and the parser of the model's turns.
     """
 
-    is_one_text = False
-    piece_tokens = None
+    is_one_text = False  # turns and replies are messages
+    piece_tokens: int | None = None  # maximum tokens of a piece; None: no maximum
 
     def __init__(self, template: ChatTemplate, response_template: str = "auto") -> None:
         """Stores the settings; renders nothing yet.

@@ -37,7 +37,7 @@ class Episode:
 
     number: int  # index of its prompt
     sample: int  # index in the group
-    is_one_text: bool = False  # see `player.Dialogue`
+    is_one_text: bool = False  # see `programs.ProgramDialogue`
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)

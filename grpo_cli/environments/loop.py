@@ -25,7 +25,7 @@ from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.chat_template import ChatTemplate
 from grpo_cli.environments.episode import Episode
 from grpo_cli.environments.functions import EnvironmentFailure
-from grpo_cli.environments.player import Dialogue, Player, shown
+from grpo_cli.environments.player import Player, shown
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.environments.rollouter import Rollouter, RolloutSetup, Sampled
 from grpo_cli.environments.settings import NAME_COLUMN, EpisodeSettings
@@ -36,7 +36,7 @@ from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
 
 if TYPE_CHECKING:
-    from grpo_cli.environments.programs import ProgramSessions
+    from grpo_cli.environments.programs import ProgramDialogue, ProgramSessions
     from grpo_cli.environments.sessions import Sessions
 
 BEAT_SECONDS = 0.5  # longest wait between two heartbeats
@@ -51,7 +51,8 @@ class EpisodeLoop(Rollouter):
     """Samples episodes with a generator, environments and limits."""
 
     environments: Sessions | ProgramSessions
-    dialogues: Mapping[str, Dialogue]  # by environment name; "" if there is only one
+    # By environment name; "" if there is only one. All are of one kind.
+    dialogues: Mapping[str, Chat | ProgramDialogue]
     settings: EpisodeSettings
     max_prompt_tokens: int | None = None  # limit of a prompt with its first observation
     max_failed_share: float = 1.0  # share of a call's episodes; more failures abort the call
@@ -74,7 +75,7 @@ class EpisodeLoop(Rollouter):
         recipe, sessions, loaded = setup.recipe, setup.sessions, setup.loaded
         if sessions is None:  # only benchmarks are evaluated
             return Rollouter()
-        dialogues = {}
+        dialogues: dict[str, Chat | ProgramDialogue] = {}
         replies = None if sessions.spec.has_state else ("tool",)
         for name in sessions.spec.names:
             schemas, kwargs = sessions.schemas(name), recipe.model.chat_template_kwargs

@@ -9,12 +9,10 @@ reward.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from grpo_cli.environments.episode import Episode, Exchange
 from grpo_cli.environments.functions import EnvironmentFailure
@@ -23,10 +21,10 @@ from grpo_cli.environments.response import MalformedCall
 from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.records import Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.environments.programs import ProgramSession
+    from grpo_cli.environments.chat import Chat
+    from grpo_cli.environments.programs import ProgramDialogue, ProgramSession
     from grpo_cli.environments.sessions import EnvironmentSession
 
 RETRIES = 2  # per episode: transient faults seldom recur, and more retries do not fix others
@@ -37,74 +35,12 @@ MOST_BYSTANDER_FAILURES = 20  # per episode
 Play = Generator[Future[Observation] | None, Any, None]
 
 
-class Dialogue(Protocol):
-    """Converts between tokens and messages, for episodes with one set of tools.
-
-    `chat.Chat` uses a chat template, `programs.ProgramDialogue` uses fenced blocks. All dialogues
-    of a loop are of one kind.
-    """
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def is_one_text(self) -> bool:
-        """Whether turns and replies form one text, which rewards read as a whole.
-
-        An episode then has no messages, and a reply that exceeds the token budget is truncated, not
-        dropped.
-        """
-
-    @property
-    def piece_tokens(self) -> int | None:
-        """Maximum tokens of a piece, if turns can end without a stop string; None: no maximum."""
-
-    def with_observation(
-        self, prompt: Prompt, observation: Sequence[Message], limit: int
-    ) -> Prompt:
-        """Adds an environment's first messages to a prompt."""
-
-    def stops(self, num_calls: int) -> tuple[str, ...]:
-        """Returns strings that end a piece, in addition to the sampling's stop strings.
-
-        Args:
-            num_calls: number of tool calls in the episode so far, here and below.
-        """
-
-    def turn_end(
-        self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
-    ) -> int | None:
-        """Returns the length of a turn that has ended, or None. Tokens after it are dropped.
-
-        Args:
-            ids: the tokens of the current turn, including the last piece.
-            before: number of tokens from earlier pieces.
-            has_stopped: whether the piece ended with an eos or one of `stops`.
-        """
-
-    def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
-        """Returns a complete turn as a message.
-
-        Args:
-            at_stop_string: whether it ended at one of the sampling's stop strings.
-
-        Raises:
-            MalformedCall: the turn begins a call that cannot be read.
-        """
-
-    def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
-        """Returns the tokens of a reply, between the given turn of the model and its next one."""
-
-
 @dataclass(eq=False)
 class Player:
     """Plays one episode; holds its environment, its limits and its failures."""
 
     episode: Episode
-    dialogue: Dialogue
+    dialogue: Chat | ProgramDialogue  # converts between tokens and messages
     open_session: Callable[[], EnvironmentSession | ProgramSession]  # opens a fresh environment
     sampling: Sampling
     settings: EpisodeSettings

@@ -68,8 +68,12 @@ def program_loop(
 
 
 class ProgramDialogue:
-    """A `player.Dialogue` in which programs and their outputs form one text."""
+    """A dialogue in which programs and their outputs form one text, as `chat.Chat` has messages.
 
+    `num_calls` is the number of programs in the completion so far.
+    """
+
+    # Rewards read the text as a whole, and an output beyond the token budget is cut, not dropped.
     is_one_text = True
     tools: Sequence[Mapping[str, Any]] = (
         {"type": "function", "function": {"name": NAME, "parameters": {"type": "object"}}},
@@ -93,10 +97,15 @@ class ProgramDialogue:
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns the end of the first program, else of an eos; see `player.Dialogue`.
+        """Returns the end of the first program, else of an eos; None: the turn goes on.
 
         An eos right after a program's closing fence is dropped. After the last allowed call, blocks
         are not programs.
+
+        Args:
+            ids: the tokens of the current turn, including the last piece.
+            before: number of tokens from earlier pieces.
+            has_stopped: whether the piece ended with an eos or one of `stops`.
         """
         has_calls = num_calls < self.max_calls
         # A piece that stopped without the fence has stopped at an eos.
