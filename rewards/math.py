@@ -52,7 +52,6 @@ CHOICES = {
     "final": ("marked", "anywhere"),
     "forms": ("strict", "lenient"),
     "units": ("agree", "ignore", "require"),
-    "percent": ("sign", "value", "either"),
 }
 
 MAX_BARS = 8  # Math-Verify's grammar takes up to twice as long with each further one in a row
@@ -71,13 +70,6 @@ class Rules:
 
     strict: bool = True
     units: str = "agree"
-    percent_by_value: bool = False
-
-
-def _rules(forms: str, units: str, percent: str) -> list[Rules]:
-    """Returns the ways to read two answers; they are equal if they are in one of these."""
-    by_value = {"sign": (False,), "value": (True,), "either": (False, True)}[percent]
-    return [Rules(forms == "strict", units, reading) for reading in by_value]
 
 
 @reward(timeout=5, preload=("math_verify",), timeout_value=0.0)
@@ -89,7 +81,6 @@ def math(
     final: str = "marked",
     forms: str = "strict",
     units: str = "agree",
-    percent: str = "sign",
     unclosed_think: bool = False,
     **_: Any,
 ) -> list[float | None]:
@@ -125,9 +116,8 @@ def math(
             `18 dollars` equal `\$18`, `18 cents` does not; `3 million` is 3000000. "ignore": units
             count for nothing, and `3 million` equals 3 as well. "require": where the gold answer
             has a unit, the final answer needs the same one, in full or short (`18 cm`,
-            `18 centimeters`, `18厘米`). None is converted.
-        percent: "sign": the percent sign counts for nothing: `18\%` equals 18, and 0.18 does not
-            equal `18\%`. "value": `18\%` equals 0.18, not 18. "either": it equals both.
+            `18 centimeters`, `18厘米`). None is converted. The percent sign counts for nothing:
+            `18\%` equals 18, and not 0.18.
         unclosed_think: whether a completion may have an answer whose last `<think>` never closes.
 
     Unless its text is that of the gold answer, an answer is wrong without a look that would take
@@ -136,9 +126,9 @@ def math(
     A row whose gold answer is missing (None or blank) or cannot be read gives None. The metric
     `unreadable_gold` is the share of completions whose gold answer cannot be read.
     """
-    for name, value in zip(CHOICES, (final, forms, units, percent), strict=True):
+    for name, value in zip(CHOICES, (final, forms, units), strict=True):
         one_of(f"math: {name}", value, CHOICES[name])
-    rules = _rules(forms, units, percent)
+    rules = Rules(forms == "strict", units)
     values: list[float | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
         wanted = _golds(gold) if _is_present(gold) else ()
@@ -180,7 +170,7 @@ def _gold(gold: str) -> str | None:
     return text if is_something or not isinstance(read(text), Words) else None
 
 
-def _is_right(text: str, golds: Sequence[str], rules: list[Rules], anywhere: bool) -> bool:
+def _is_right(text: str, golds: Sequence[str], rules: Rules, anywhere: bool) -> bool:
     stated = _marked(text)
     is_value = stated is None or any(map(_DIGIT_OR_FORMULA.search, stated))
     if stated is None or (stated and not is_value):  # "The answer is a surprise" states nothing
@@ -314,17 +304,15 @@ _OTHER = re.compile(
 )
 
 
-def _equals(gold: str, stated: str, rules: list[Rules]) -> bool:
-    """Returns whether an answer is the gold one's text, or equal by one of the rules."""
+def _equals(gold: str, stated: str, rules: Rules) -> bool:
+    """Returns whether an answer is the gold one's text, or equal by the rules."""
     if len(stated) > MAX_ANSWER_CHARACTERS:
         return False
     if "".join(gold.split()) == "".join(stated.split()):
         return True
-    wanted, given = read(gold), read(stated)
-    for rule in rules:
-        if same(wanted, given, rule) or (not rule.strict and _verify(f"${gold}$", f"${stated}$")):
-            return True
-    return False
+    if same(read(gold), read(stated), rules):
+        return True
+    return not rules.strict and _verify(f"${gold}$", f"${stated}$")
 
 
 def _as_read(text: str) -> str:
@@ -505,8 +493,6 @@ def _same_values(gold: Value, stated: Value, rules: Rules) -> bool:
         return bool(gold.unit) and not stated.unit and stated.text == f"{gold.text}{gold.unit}"
     if gold.percent != stated.percent and (gold.unit or stated.unit):  # 100% and 100 degrees
         return False
-    if rules.percent_by_value:
-        gold, stated = _by_value(gold), _by_value(stated)
     one, other = number(gold), number(stated)
     if one is not None and other is not None:
         lacks_power = rules.units == "ignore" and 0 in (gold.power, stated.power)
@@ -758,15 +744,13 @@ def final_answer(text: str, final: str = "marked", unclosed_think: bool = False)
     return (marked[-1].strip() or None) if marked else None
 
 
-def same_answer(
-    one: str, other: str, *, forms: str = "strict", units: str = "agree", percent: str = "sign"
-) -> bool:
+def same_answer(one: str, other: str, *, forms: str = "strict", units: str = "agree") -> bool:
     """Returns whether two final answers are equal by the rules of `math`, in either order.
 
     The arguments are those of `math`.
     """
     first, second = plain_characters(one), plain_characters(other)
-    rules = _rules(forms, units, percent)
+    rules = Rules(forms == "strict", units)
     return _equals(first, second, rules) or _equals(second, first, rules)
 
 

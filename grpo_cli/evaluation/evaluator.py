@@ -184,7 +184,7 @@ class Evaluator:
         if task.num_samples > 1 and "maj" in (self.config.metric or METRICS):
             rights = [rights_of(g, task.right) for g in groups]
             problems = list(zip(answers, rights, strict=True))
-            how = {key: args[key] for key in ("forms", "units", "percent") if key in args}
+            how = {key: args[key] for key in ("forms", "units") if key in args}
             ballots = count_in_pool(problems, task.scorer.executor, **how)
         return [
             facts_of(g, answers=said, ballot=ballot)

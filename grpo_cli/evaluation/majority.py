@@ -84,7 +84,7 @@ def count_in_pool(
 
     Args:
         problems: (answers, whether each is right) for the completions of each problem.
-        how: the reward's arguments `forms`, `units` and `percent`, if they are set.
+        how: the reward's arguments `forms` and `units`, if they are set.
     """
     under_way: dict[int, Future[CallResult]] = {}
     for i, (answers, right) in enumerate(problems):
