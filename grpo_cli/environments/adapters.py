@@ -335,15 +335,6 @@ class TrlEnvironment(Adapted):
         columns = {k: v for k, v in row.items() if not (self.is_chosen and k == NAME_COLUMN)}
         if "seed" in names_of(self.given.reset):
             columns.setdefault("seed", seed)
-        missing = [
-            p.name
-            for p in inspect.signature(self.given.reset).parameters.values()
-            if p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            and p.name not in columns
-        ]
-        if missing:
-            raise Broken(f"it takes {missing[0]!r}, and the data has {listed(columns)}")
         text = await result_of(self.given.reset(**accepted(self.given.reset, columns)))
         if text is None:
             return Observation(tools=self.schemas)

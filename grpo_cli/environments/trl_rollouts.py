@@ -27,7 +27,7 @@ from grpo_cli.config.user_code import import_function
 from grpo_cli.data import conversations
 from grpo_cli.environments.functions import clean_text
 from grpo_cli.environments.rollouter import Rollouter, RolloutSetup, Sampled
-from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.factory import engine_class
 from grpo_cli.generation.sampling import Sampling
@@ -73,14 +73,8 @@ class RolloutTrainer:
             {"prompt_ids", "completion_ids", "logprobs", "text"} for each prompt.
 
         Raises:
-            TrainingError: `Sampling` has no such field, or a copied prompt has images.
+            TrainingError: a copied prompt has images.
         """
-        known = [field.name for field in dataclasses.fields(Sampling)]
-        if unknown := [name for name in sampling if name not in known]:
-            raise TrainingError(
-                f"trainer.generate of a rollout function has no argument {unknown[0]!r}; it has "
-                f"{listed(known)}.{nearest(unknown[0], known)}"
-            )
         encoded = [self._encoded(prompt) for prompt in prompts]
         seeds = [derive_seed(self._seed, self._calls, n) for n in range(len(encoded))]
         self._calls += 1

@@ -47,8 +47,7 @@ class SandboxError(RuntimeError):
 class Limits:
     """The limits of one run: the program with one test or one input."""
 
-    seconds: float = 6.0  # wall time
-    cpu_seconds: int | None = None  # CPU time per process; None: `seconds`, rounded up
+    seconds: float = 6.0  # wall time; rounded up, also CPU time per process
     memory_mb: int = 1024  # MiB of address space per process, and resident in all of them
     processes: int = 16  # simultaneous processes, including threads
     file_mb: int = 16  # MiB per file, and over all files
@@ -57,8 +56,6 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "cpu_seconds" and value is None:
-                continue
             kinds = (int, float) if name == "seconds" else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e6:
                 number = "number" if name == "seconds" else "whole number"
@@ -166,9 +163,8 @@ class Sandbox:
         if not self.own_uid and (self.uid or not (level.has_own_pids and _counts_by_namespace())):
             # The kernel also counts the user's other processes.
             processes += _count_tasks(self.uid or os.geteuid())
-        cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
         return [
-            ("RLIMIT_CPU", cpu_seconds),
+            ("RLIMIT_CPU", math.ceil(limits.seconds)),
             ("RLIMIT_AS", limits.memory_mb * MIB),
             ("RLIMIT_NPROC", processes),
             ("RLIMIT_FSIZE", limits.file_mb * MIB),
@@ -306,11 +302,10 @@ def _reason(finished: ProgramResult, limits: Limits) -> str:
         return f"ended by signal {-returncode}"
     if status == "timeout" and finished.seconds < limits.seconds:
         return "no time was left for more of it"
-    cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
     return {
         "ok": "ended with exit code 0",
         "timeout": f"ran for over {limits.seconds:g} s",
-        "cpu": f"used over {cpu_seconds} s of CPU time",
+        "cpu": f"used over {math.ceil(limits.seconds)} s of CPU time",
         "memory": f"used over {limits.memory_mb} MiB of memory",
         "disk": f"wrote over {limits.file_mb} MiB, or too many or too deep files",
         "output": f"printed over {limits.output_kb} KiB",

@@ -249,7 +249,6 @@ def returns(**observation: Any) -> dict[str, Any]:
 @table(
     ("path", "row", "says"),
     [
-        (f"{HERE}:Town", {}, "it takes 'city', and the data has none"),
         (f"{HERE}:Town", {"city": 3}, "its text: 3 is not a text"),
         (f"{SAMPLES}:Faulty", returns(done=True), "it returned done=True, and the model has tak"),
         (f"{SAMPLES}:Faulty", returns(reward=0.0), "it returned the reward 0, and the model has"),

@@ -162,11 +162,6 @@ def test_arrays_tensors_and_their_scalars_are_taken(tokenizer: PreTrainedTokeniz
         assert completion.is_sampled == [True, False, True]
 
 
-def test_an_argument_that_sampling_has_not_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(TrainingError, match=r"no argument 'max_token'; it has .*max_tokens"):
-        sampled(tokenizer, lambda prompts, trainer: trainer.generate(prompts, max_token=3))
-
-
 def test_a_prompt_that_is_too_long_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
     assert sampled(tokenizer, lambda prompts, trainer: rows(4), 2)
     with pytest.raises(TrainingError, match=r"row 0: prompt_ids has 2 .*max_prompt_tokens = 1\."):
