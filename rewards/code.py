@@ -16,7 +16,7 @@ from grpo_cli.rewards._text import Completions, completion_texts
 
 Test = str | Mapping[str, str]
 
-_PYTHON = ("python", "py", "python3")
+PYTHON = ("python", "py", "python3")
 _FENCE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: in linear time
 
 
@@ -140,16 +140,16 @@ def code(
 
 def program(text: str) -> str:
     """Returns the Python source of a completion."""
-    blocks = list(_fenced(text))
-    for marks in (_PYTHON, ("",)):
-        fitting = [source for mark, source in blocks if mark.lower() in marks]
+    blocks = fenced(text)
+    for marks in (PYTHON, ("",)):
+        fitting = [source for mark, source, _ in blocks if mark.lower() in marks]
         if fitting:
             return fitting[-1]
     return text
 
 
-def _fenced(text: str) -> list[tuple[str, str]]:
-    """Returns the mark and the content of each fenced block."""
+def fenced(text: str) -> list[tuple[str, str, bool]]:
+    """Returns the mark and the content of each fenced block, and whether it is closed."""
     blocks = []
     indent, fence, mark = "", "", ""
     inside: list[str] = []
@@ -160,11 +160,11 @@ def _fenced(text: str) -> list[tuple[str, str]]:
                 indent, fence, mark = found.groups()
                 inside = []
         elif found and found[3] == "" and len(found[2]) >= len(fence):
-            blocks.append((mark, "".join(inside)))
+            blocks.append((mark, "".join(inside), True))
             fence = ""
         else:
             inside.append(line.removeprefix(indent))
-    return [*blocks, (mark, "".join(inside))] if fence else blocks
+    return [*blocks, (mark, "".join(inside), False)] if fence else blocks
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from grpo_cli.environments import program_runner
 from grpo_cli.environments.functions import shortened
 from grpo_cli.errors import UserError
 from grpo_cli.generation.settings import Tools
+from grpo_cli.rewards.code import PYTHON, fenced
 
 OUTPUT_CHARACTERS = 1000  # that the model sees of a program's output
-_PYTHON = ("python", "py", "python3")
-_FENCE_LINE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: linear time
 
 
 def describe(tools: Tools) -> str:
@@ -92,22 +90,8 @@ def closed_program(text: str, at_end: bool = False) -> str | None:
     Args:
         at_end: whether the text is complete, so that the last line counts without a newline.
     """
-    indent, fence, mark = "", "", ""
-    inside: list[str] = []
-    lines = text.split("\n")
-    for line in lines if at_end else lines[:-1]:
-        found = _FENCE_LINE.fullmatch(line.rstrip())
-        if not fence:
-            if found:
-                indent, fence, mark = found.groups()
-                inside = []
-        elif found and found[3] == "" and len(found[2]) >= len(fence):
-            if mark.lower() in _PYTHON:
-                inside = [line.removeprefix(indent) for line in inside]
-                source = "".join(line + "\n" for line in inside)
-                first = next((line for line in inside if line.strip()), "")
-                return textwrap.dedent(source) if first[:1] in (" ", "\t") else source
-            fence = ""
-        else:
-            inside.append(line)
+    for mark, source, is_closed in fenced(text if at_end else text[: text.rfind("\n") + 1]):
+        if is_closed and mark.lower() in PYTHON:
+            first = next((line for line in source.split("\n") if line.strip()), "")
+            return textwrap.dedent(source) if first[:1] in (" ", "\t") else source
     return None
