@@ -31,9 +31,7 @@ _TAG = re.compile(r"</?[A-Za-z][A-Za-z0-9_-]{0,30}>")
 
 
 @reward
-def language(
-    completions: Completions, *, script: str = "latin", threshold: float | None = None, **_: Any
-) -> list[float | None]:
+def language(completions: Completions, *, script: str = "latin", **_: Any) -> list[float | None]:
     r"""Returns the share of the completion's letters in the wanted script, from 0.0 to 1.0.
 
     In the manner of DeepSeek-R1's language-consistency reward (arXiv 2501.12948), by letters rather
@@ -45,25 +43,12 @@ def language(
         script: the Unicode script, such as latin, han, hangul, cyrillic, arabic, devanagari, greek,
             hebrew or thai; "japanese" is kana and han, "kana" hiragana and katakana, "korean"
             hangul and han.
-        threshold: above 0, at most 1: then the value is 1.0 where the share is at least that, else
-            0.0.
 
     A script is not a language: latin holds English and French alike. A completion without letters
     gives None.
     """
     one_of("language: script", script, sorted((*SCRIPTS, *MIXTURES)))
-    if threshold is not None and not _is_share(threshold):
-        raise ValueError(
-            f"language: threshold is {threshold!r}; it must be above 0 and at most 1, or null."
-        )
-    shares = [_share(text, script) for text in completion_texts(completions, "<think>")]
-    if threshold is None:
-        return shares
-    return [None if share is None else float(share >= threshold) for share in shares]
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    return [_share(text, script) for text in completion_texts(completions, "<think>")]
 
 
 def _share(text: str, script: str) -> float | None:

@@ -35,7 +35,6 @@ def reward_model(
     label: int | str | None = None,
     chat: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    eos: bool = False,
     max_length: int | None = None,
     batch_tokens: int = 16384,
     dtype: str = "auto",
@@ -59,8 +58,6 @@ def reward_model(
             row then becomes a user's message and an assistant's; without the template, messages
             become their contents, one below the other.
         chat_template_kwargs: arguments of the chat template, such as {enable_thinking: false}.
-        eos: whether the tokenizer's end token stands behind a row without chat template, for
-            models that were trained so.
         max_length: tokens of a row at most, and never more than the model has positions. What is
             too long loses its beginning: the completion stays, and so do the special tokens that
             the tokenizer puts in front.
@@ -80,7 +77,7 @@ def reward_model(
         return []
     scorer = _load(model, revision, dtype, _resolved(device), trust_remote_code)
     column = _label_column(label, scorer)
-    rows = _encoded(scorer, prompts, completions, chat, chat_template_kwargs, eos, max_length)
+    rows = _encoded(scorer, prompts, completions, chat, chat_template_kwargs, max_length)
     scores: list[float | None] = [None] * len(rows)
     for positions in _batches([len(row) for row in rows], batch_tokens):
         logits = _logits(scorer, [rows[i] for i in positions])
@@ -165,7 +162,6 @@ def _encoded(
     completions: Completions,
     chat: bool | None,
     chat_template_kwargs: Mapping[str, Any] | None,
-    eos: bool,
     max_length: int | None,
 ) -> list[list[int]]:
     tokenizer = scorer.tokenizer
@@ -195,10 +191,7 @@ def _encoded(
             "reward_model: chat_template_kwargs is only read with the chat template; set chat: "
             "true, or leave it out."
         )
-    if eos and tokenizer.eos_token is None:
-        raise ValueError(f"reward_model: the tokenizer of {scorer.name} has no end token for eos.")
-    end = tokenizer.eos_token if eos else ""
-    texts = [_as_text(prompt, completion) + end for prompt, completion in pairs]
+    texts = [_as_text(prompt, completion) for prompt, completion in pairs]
     rows = tokenizer(texts, truncation=limit is not None, max_length=limit)["input_ids"]
     return list(rows)
 

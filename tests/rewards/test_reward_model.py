@@ -118,7 +118,6 @@ KIND = [([{"role": "system", "content": "Be kind."}, *p], c) for p, c in CHATS]
     ("rows", "args", "text"),
     [
         (ROWS, {}, "{}{}"),
-        (ROWS, {"eos": True}, "{}{}" + END),
         (ROWS, {"chat": True}, CHAT),
         (CHATS, {}, CHAT),
         (KIND, {"chat": False}, "Be kind.\n{}\n{}"),
@@ -251,12 +250,10 @@ def test_a_score_that_is_not_finite(qwen: str) -> None:
         score(qwen, ROWS)
 
 
-def test_a_tokenizer_without_template_or_end(bert: str) -> None:
+def test_a_tokenizer_without_template(bert: str) -> None:
     with pytest.raises(ValueError, match="has no chat template; for rows as plain text set chat"):
         score(bert, [as_chat("a", "b")])
     assert score(bert, [as_chat("a", "b")], chat=False) == score(bert, [("a\n", "b")])
-    with pytest.raises(ValueError, match="has no end token"):
-        score(bert, [("a", "b")], eos=True)
 
 
 def test_called_as_the_trainer_calls_it(qwen: str) -> None:
