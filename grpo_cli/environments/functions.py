@@ -81,21 +81,12 @@ class Tool:
         """Whether its calls are coroutines, which may run concurrently."""
         return is_coroutine_function(self.function)
 
-    def arguments(self, given: Any) -> dict[str, Any]:
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a call, with strings converted to the schema's types.
 
         Raises:
             ToolError: they do not match the schema; the message is for the model.
         """
-        if given is None or given == "":
-            given = {}
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ToolError(f"the arguments are not valid JSON: {error}") from None
-        if not isinstance(given, Mapping):
-            raise ToolError(f"the arguments must be an object, not {json_type(given)}")
         parameters = self.schema["function"].get("parameters") or {}
         known = parameters.get("properties") or {}
         arguments = {str(k): converted(v, known.get(k, {})) for k, v in given.items()}
@@ -165,7 +156,7 @@ class Functions:
         try:
             if (tool := self.tools.get(name)) is None:
                 raise ToolError(f"there is no tool {name!r}; there are: {listed(self.tools)}")
-            result = tool.function(**tool.arguments(call["function"].get("arguments")))
+            result = tool.function(**tool.arguments(call["function"]["arguments"]))
             if inspect.isawaitable(result):
                 result = await self.deadlines.within(result)
             text, failed = as_text(result), False

@@ -49,7 +49,6 @@ def test_the_schema_is_that_of_transformers_under_the_name_of_the_recipe() -> No
         ({"a": 6, "b": 7}, "42"),
         ({"a": "6", "b": " 7 "}, "42"),
         ({"a": 6.0, "b": -7}, "-42"),
-        ('{"a": 6, "b": 7}', "42"),
         ({"a": 6}, "missing argument 'b'; arguments: a, b"),
         ({"x": 6, "a": 1, "b": 2}, "unknown argument 'x'; arguments: a, b"),
         ({"a": 6, "b": "seven"}, "argument 'b': 'seven' is not of type 'integer'"),
@@ -57,9 +56,6 @@ def test_the_schema_is_that_of_transformers_under_the_name_of_the_recipe() -> No
         ({"a": 6, "b": True}, "argument 'b': True is not of type 'integer'"),
         ({"a": 6, "b": None}, "argument 'b': None is not of type 'integer'"),
         ({}, "missing argument 'a'; arguments: a, b"),
-        (None, "missing argument 'a'; arguments: a, b"),
-        ([6, 7], "the arguments must be an object, not array"),
-        ("{", "the arguments are not valid JSON: "),
     ],
 )
 def test_arguments_are_checked_and_texts_become_numbers(arguments: Any, expected: str) -> None:
