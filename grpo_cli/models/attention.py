@@ -41,13 +41,15 @@ from grpo_cli.models.families import ATTENTION_EXTRAS, SPARSE, window_of
 from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
 from grpo_cli.models.kernels.arithmetic import merge as merge
 from grpo_cli.models.kernels.base import Kernel
-from grpo_cli.models.kernels.flex import block_mask
+from grpo_cli.models.kernels.flex import Flex, block_mask
 from grpo_cli.models.kernels.plain import Bucket, Plain
-from grpo_cli.models.kernels.varlen import HALVES, Ragged, RepeatedVarlen
+from grpo_cli.models.kernels.varlen import HALVES, Ragged, Varlen
 from grpo_cli.models.memory import is_out_of_memory
 
 NAME = "grpo_sdpa"  # registered implementation; equals sdpa unless `attending` is passed
 MAX_PADDING = 1.25  # maximum ratio of the longest to the shortest row of a bucket
+WIDEST = 256  # maximum head dimension of flash attention
+AMPERE = (8, 0)  # compute capability of the first GPUs that flash attention supports
 
 NOT_PASSED_ON = "it passes no further arguments to its attention"  # so that `attending` is lost
 
@@ -210,7 +212,6 @@ class Layout:
         segments: Sequence[tuple[int, int]],
         prefixes: Sequence[Prefix],
         device: torch.device,
-        kernel: Kernel | None = None,
     ) -> None:
         """Describes a row of N tokens.
 
@@ -218,9 +219,7 @@ class Layout:
             segments: [start, end) of each segment, with causal attention; they cover all N tokens.
             prefixes: prompts that other segments also attend to.
             device: device of the index tensors for the kernels.
-            kernel: computes the attention; None: `usual_kernel`.
         """
-        self.kernel = kernel
         self.segments = list(segments)
         self.prefixes = list(prefixes)
         self.device = device
@@ -234,8 +233,7 @@ class Layout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Returns the attention's output [N, Hq, D]; see `Attending`. Differentiable once."""
         self.is_used = True
-        kernel = self.kernel or usual_kernel(query)
-        return kernel.attend(self, query, key, value, scale)
+        return usual_kernel(query).attend(self, query, key, value, scale)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -267,5 +265,12 @@ class Layout:
 
 
 def usual_kernel(query: Tensor) -> Kernel:
-    """Returns the default kernel for queries [N, Hq, D]."""
-    return RepeatedVarlen() if query.is_cuda and query.dtype in HALVES else Plain()
+    """Returns the fastest kernel for the device, dtype and heads of queries [N, Hq, D].
+
+    If it fails or is wrong, the self-check of the forward mode finds that, and rows are padded.
+    """
+    if not query.is_cuda or query.dtype not in HALVES:
+        return Plain()  # in float32 Flex would compile for longer than a short run takes
+    width = query.shape[-1]
+    has_flash = torch.cuda.get_device_capability(query.device) >= AMPERE
+    return Varlen() if has_flash and width % 8 == 0 and width <= WIDEST else Flex()

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from grpo_cli.models import vision
 from grpo_cli.models.attention import Layout, Prefix
-from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.vision import PositionIds
 from grpo_cli.records import Prompt, Rollout, on_device
 
@@ -53,13 +52,11 @@ def pack(
     rollouts: Sequence[Rollout],
     device: torch.device,
     model: PreTrainedModel | None = None,
-    kernel: Kernel | None = None,
 ) -> Inputs:
     """Packs rollouts into one row of W = N tokens, with each prompt and its images once.
 
     Args:
         model: gives the positions and the dtype of images; required if prompts have images.
-        kernel: computes the attention; None: `attention.usual_kernel`.
     """
     ids: list[int] = []
     position_ids = PositionIds()
@@ -89,7 +86,7 @@ def pack(
     return Inputs(
         input_ids=input_ids,
         attention_mask=None,
-        layout=Layout(segments, prefixes, device, kernel),
+        layout=Layout(segments, prefixes, device),
         predictors=as_places([p for row in predictors for p in row], device),
         targets=targets(rollouts, device),
         arguments={"position_ids": position_ids.tensor(device)}

@@ -38,9 +38,6 @@ from grpo_cli.models.families import (
     is_recurrent,
     without_router_logits,
 )
-from grpo_cli.models.kernels import choice
-from grpo_cli.models.kernels.base import Kernel
-from grpo_cli.models.kernels.plain import Plain
 from grpo_cli.models.loading import inference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
@@ -108,7 +105,6 @@ class PolicyLogprobs:
         elif packed and not attention.install(model):
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
-        self.kernel: Kernel | None = None  # kernel of packed rows; None: not chosen yet
         self.compile_backend = compile_backend
         self.modes = [
             ForwardMode(p, c, compiled)
@@ -179,7 +175,6 @@ class PolicyLogprobs:
         device = fsdp.device_of(self.model)
         devices = [device] if device.type == "cuda" else []
         with inference(self.model), self.autocast(), torch.random.fork_rng(devices):
-            self._choose_kernel()
             simplest = self._with_gradient(SIMPLEST, some, temperature)
             right: list[Outcome] = []
 
@@ -203,11 +198,6 @@ class PolicyLogprobs:
         self.checked = True
         self.checked_images = self.checked_images or images or self.modes[0] == SIMPLEST
 
-    def _choose_kernel(self) -> None:
-        if self.modes[0].packed and self.kernel is None:
-            needs = choice.Needs.of(self.model, fsdp.device_of(self.model))
-            self.kernel = choice.choose(needs, say=self.say, agree_on=self.agree_on)
-
     def checks(self) -> dict[str, str]:
         """Returns the mode, and whether it was checked on "text" or "images", for a checkpoint."""
         if not self.checked:
@@ -224,9 +214,6 @@ class PolicyLogprobs:
         self.checked = self.checked or is_simplest or "checked" in stored
         is_known = is_simplest or stored.get("checked") == "images"
         self.checked_images = self.checked_images or is_known
-        if self.checked:
-            with self.autocast():
-                self._choose_kernel()
 
     def fall_back(self, reason: str) -> None:
         """Switches to the next simpler mode and prints the reason."""
@@ -270,20 +257,20 @@ class PolicyLogprobs:
 
     @contextlib.contextmanager
     def _in_float32(self) -> Iterator[None]:
-        """Computes in float32 within the context, with the `Plain` attention kernel."""
-        autocast, kernel = self.autocast, self.kernel
+        """Computes in float32 within the context."""
+        autocast = self.autocast
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:  # `autocast` may also switch an adapter off
             with autocast(), torch.autocast(fsdp.device_of(self.model).type, enabled=False):
                 yield
 
-        self.autocast, self.kernel = entered, None if kernel is None else Plain()
+        self.autocast = entered
         try:
             with self_check.in_float32(self.model):
                 yield
         finally:
-            self.autocast, self.kernel = autocast, kernel
+            self.autocast = autocast
 
     def _with_gradient(
         self, mode: ForwardMode, some: Sequence[Rollout], temperature: float
@@ -302,7 +289,7 @@ class PolicyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         device = fsdp.device_of(self.model)
         if mode.packed:
-            inputs = packing.pack(rollouts, device, self.model, self.kernel)
+            inputs = packing.pack(rollouts, device, self.model)
         else:
             inputs = packing.pad(rollouts, device, self.model, right=self.is_recurrent)
         router_logits: list[Tensor] = []

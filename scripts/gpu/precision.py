@@ -1,4 +1,4 @@
-"""Stage precision: compares attention, log-probabilities and decoding with float64."""
+"""Stage precision: compares log-probabilities and decoding with float64."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models.kernels import choice
-from grpo_cli.models.kernels.choice import TABLE, Needs
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.records import Completion, Prompt, Rollout
@@ -42,16 +40,9 @@ def cases(stage: str, setting: Setting) -> Cases:
             quick[f"decoding, {way}, {precision}"] = partial(decoding, setting, precision, way)
     quick["decoding, graphs against steps"] = partial(graphs_against_steps, setting)
     for precision in PRECISIONS:
-        dtype = getattr(torch, precision)
         for name, mode in MODES.items():
             call = partial(logprob_error, setting, mode, precision)
             quick[f"logprobs, {name}, {precision}"] = call
-        for dim in (64, 128):
-            needs = Needs(torch.device(setting.device), dtype, dim, heads=4, key_heads=2)
-            for kernel in dict.fromkeys(r.name for r in TABLE if r.fits(needs)):
-                name = f"attention by {kernel}, heads of {dim}, {precision}"
-                calls = compiled if kernel == "flex" else quick
-                calls[name] = partial(attention_error, setting, kernel, dim, dtype)
         mode = {"packed": True, "compile_backend": "eager" if setting.dry else "inductor"}
         call = partial(logprob_error, setting, mode, precision)
         compiled[f"logprobs, packed, compiled, {precision}"] = call
@@ -91,22 +82,6 @@ def random_rollouts(setting: Setting) -> list[Rollout]:
 def half(setting: Setting) -> Any:
     """Returns a function that makes autocast's context, as with mixed_precision=bf16."""
     return partial(torch.autocast, setting.device, torch.bfloat16)
-
-
-def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -> Figures:
-    """Compares a kernel's attention and its gradients with masked softmax in float64."""
-    needs = Needs(torch.device(setting.device), dtype, dim, heads=4, key_heads=2)
-    rows = [r for r in TABLE if r.name == name and r.fits(needs)]
-    notes: list[str] = []
-    for row in rows:  # the same kernel again with repeated key heads, if there is such a row
-        try:
-            errors = choice.errors_of(row.make(), needs)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            notes.append(str(error).splitlines()[0])
-            continue
-        figures: Figures = {**errors, "rows tried": len(notes) + 1}
-        return figures | verdict(max(errors.values()), choice.TOLERANCE[dtype])
-    return {"status": "wrong", "error": notes[0]}
 
 
 def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Figures:

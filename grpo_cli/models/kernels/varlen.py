@@ -115,9 +115,3 @@ class Varlen(ByParts):
             0.0, r.causal, no_dropout, no_dropout, scale=scale,
         )  # fmt: skip
         return grads
-
-
-class RepeatedVarlen(Varlen):
-    """Computes the same with repeated key heads, if the operator refuses grouped ones."""
-
-    reads_groups = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.models.attention import Layout, Prefix
+from grpo_cli.models.attention import Layout, Prefix, usual_kernel
 from grpo_cli.models.kernels.base import Kernel
 from tests.conftest import CPU
 
@@ -30,9 +30,7 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def make_layout(
-    groups: Sequence[Group], device: torch.device = CPU, kernel: Kernel | None = None
-) -> Layout:
+def make_layout(groups: Sequence[Group], device: torch.device = CPU) -> Layout:
     segments, prefixes, n = [], [], 0
     for prompt, completions in groups:
         start, first = n, n + prompt
@@ -43,7 +41,7 @@ def make_layout(
             n += length
         if completions:
             prefixes.append(Prefix(start, first, first, n))
-    return Layout(segments, prefixes, device, kernel)
+    return Layout(segments, prefixes, device)
 
 
 def seen(groups: Sequence[Group]) -> Tensor:
@@ -96,7 +94,7 @@ def assert_same(
     inputs, grad = make_heads(groups, heads, key_heads, dtype)
     found_at = [t.clone().requires_grad_() for t in inputs]
     plain_at = [t.double().requires_grad_() for t in inputs]
-    found = make_layout(groups, kernel=kernel).attend(0, *found_at, 0.3)
+    found = (kernel or usual_kernel(inputs[0])).attend(make_layout(groups), *found_at, 0.3)
     expected = plain(groups, *plain_at, 0.3)
     found.backward(grad)
     expected.backward(grad.double())

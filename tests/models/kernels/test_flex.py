@@ -60,6 +60,6 @@ def test_flex_matches_softmax(
 def test_compiled_forward() -> None:
     (q, k, v), _ = make_heads(LONG, 4, 2, torch.float32)
     q, k, v = (t.repeat(1, 1, 4) for t in (q, k, v))  # heads of 32
-    out = make_layout(LONG, kernel=Flex()).attend(0, q, k, v, 0.1)
+    out = Flex().attend(make_layout(LONG), q, k, v, 0.1)
     expected = plain(LONG, *(t.double() for t in (q, k, v)), 0.1)
     assert (out - expected).abs().max() < 1e-4

@@ -1,12 +1,16 @@
 """Torch's kernel of rows of unequal length: its offsets, and what it is called with."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_cli.models.attention import usual_kernel
+from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.flex import Flex
 from grpo_cli.models.kernels.plain import Plain
-from grpo_cli.models.kernels.varlen import RepeatedVarlen, Varlen
+from grpo_cli.models.kernels.varlen import Varlen
 from tests.models.kernels.fakes import Calls
 from tests.models.kernels.layouts import DTYPES, GROUPS, assert_same, make_heads, make_layout
 
@@ -22,26 +26,17 @@ def test_ragged_by_hand() -> None:
     assert len(make_layout([(4, [])]).ragged) == 1
 
 
-def kernels(calls: Calls) -> dict[str, Varlen]:
-    """Each kernel with functions that record their arguments and compute the right result."""
-    return {
-        "varlen": Varlen(calls.varlen, calls.varlen_backward),
-        "repeated varlen": RepeatedVarlen(calls.varlen, calls.varlen_backward),
-    }
-
-
 @DTYPES
 @pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("kernel", kernels(Calls()))
-def test_match_softmax(kernel: str, name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_match_softmax(name: str, dtype: torch.dtype, tolerance: float) -> None:
     calls = Calls()
-    assert_same(GROUPS[name], 4, 2, dtype, tolerance, kernels(calls)[kernel])
+    kernel = Varlen(calls.varlen, calls.varlen_backward)
+    assert_same(GROUPS[name], 4, 2, dtype, tolerance, kernel)
     parts = 2 if any(completions for _, completions in GROUPS[name]) else 1
     assert [c.is_backward for c in calls.made] == [False] * parts + [True] * parts
     assert [c.causal for c in calls.made] == [True, False][:parts] * 2, "segments, then prefixes"
     assert {c.scale for c in calls.made} == {0.3}
-    # Only where the operator may refuse groups are key heads repeated.
-    assert {c.key_heads for c in calls.made} == {4 if kernel == "repeated varlen" else 2}
+    assert {c.key_heads for c in calls.made} == {2}, "they are not repeated"
 
 
 def names(op: Any) -> tuple[list[str], list[str]]:
@@ -69,17 +64,43 @@ def test_arguments_of_the_cuda_operators() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [Varlen, RepeatedVarlen])
+@pytest.mark.parametrize("kernel", [Varlen, Flex])
 @pytest.mark.parametrize("name", GROUPS)
-def test_cuda_kernels_match_plain(name: str, kernel: type[Varlen]) -> None:
+def test_cuda_kernels_match_plain(name: str, kernel: type[Kernel]) -> None:
     inputs, grad = make_heads(GROUPS[name], 4, 2, torch.bfloat16)
     q, k, v, grad = (t.cuda().repeat(1, 1, 8) for t in (*inputs, grad))  # heads of 64
     found = []
     for each, dtype in ((kernel(), q.dtype), (Plain(), q.dtype), (Plain(), torch.float64)):
-        layout = make_layout(GROUPS[name], torch.device("cuda"), each)
+        layout = make_layout(GROUPS[name], torch.device("cuda"))
         given = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        out = layout.attend(0, *given, 0.1)
+        out = each.attend(layout, *given, 0.1)
         found.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
     for mine, plain, right in zip(*found, strict=True):
         assert mine.dtype == plain.dtype
         assert (mine - right).norm() < 3 * (plain - right).norm()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "capability", "kernel"),
+    [
+        ("cuda", torch.bfloat16, 64, (9, 0), Varlen),
+        ("cuda", torch.float16, 64, (7, 5), Flex),
+        ("cuda", torch.bfloat16, 512, (9, 0), Flex),
+        ("cuda", torch.float32, 64, (9, 0), Plain),
+        ("cpu", torch.bfloat16, 64, (9, 0), Plain),
+    ],
+    ids=str,
+)
+def test_kernel_of_each_case(
+    device: str,
+    dtype: torch.dtype,
+    width: int,
+    capability: tuple[int, int],
+    kernel: type[Kernel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query: Any = torch.empty(3, 4, width, dtype=dtype)
+    if device == "cuda":
+        query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=query.shape, device=device)
+    assert type(usual_kernel(query)) is kernel
