@@ -214,7 +214,10 @@ def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Any:
 def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Leaves the adapter out where rows are packed or the engine decodes."""
     off = contextlib.ExitStack()
-    return around(model.model, lambda: off.enter_context(adapters.switched_off(model)), off.close)
+    zeros = {name: torch.zeros_like(p) for name, p in adapters.tensors_of(model).items()}
+    return around(
+        model.model, lambda: off.enter_context(adapters.replaced(model, zeros)), off.close
+    )
 
 
 OF_HEAD = partial(arguments, policy_logprobs, "linear_logprobs")

@@ -447,8 +447,6 @@ def an_adapter_is_sharded_and_merged(workers: Workers) -> None:
     with torch.no_grad():
         model(ids)
     before = adapters.copied(model)
-    with adapters.switched_off(model):
-        assert not [n for n, p in model.named_parameters() if p.requires_grad]
     with adapters.replaced(model, {name: tensor / 2 for name, tensor in before.items()}):
         halves = adapters.copied(model)
         with torch.no_grad():

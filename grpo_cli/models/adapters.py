@@ -1,8 +1,8 @@
 """Adapters (LoRA, arXiv 2106.09685, and others) through peft: few weights on a frozen model.
 
 peft replaces linear layers in place. The model keeps its class and its forward, so that all code
-that computes log-probabilities or samples works unchanged. This file selects the trained weights,
-switches the adapter off, and yields weights with the adapter merged in. It knows no single method:
+that computes log-probabilities or samples works unchanged. This file selects and replaces the
+trained weights, and yields weights with the adapter merged in. It knows no single method:
 `adapter_methods.py` lists them.
 """
 
@@ -29,7 +29,7 @@ from grpo_cli.distributed.fsdp import full_tensor, reshard
 from grpo_cli.errors import UserError, first_line, listed, nearest
 from grpo_cli.files import read_json, reading
 from grpo_cli.models import quantization
-from grpo_cli.models.adapter_methods import INIT_KEEPS_BASE, METHODS, REFUSED
+from grpo_cli.models.adapter_methods import METHODS, REFUSED
 from grpo_cli.models.settings import Adapter
 
 if TYPE_CHECKING:
@@ -133,16 +133,6 @@ def _explained(what: str) -> Iterator[None]:
 def init_of(config: PeftConfig) -> Any:
     """Returns the init of an adapter's weights: `init_lora_weights`, `init_weights` or the like."""
     return next(value for name, value in vars(config).items() if name.startswith("init_"))
-
-
-def begins_as_base(config: PeftConfig) -> bool:
-    """Returns whether switching a fresh adapter off gives the initial model.
-
-    PiSSA, OLoRA and others change the base weights, False is a random adapter, and a trained bias
-    remains in the model when the adapter is off.
-    """
-    init, bias = init_of(config), getattr(config, "bias", "none")
-    return bool(init) and init in INIT_KEEPS_BASE and bias == "none"
 
 
 def attach(model: PreTrainedModel, config: PeftConfig | None, seed: int) -> None:
@@ -281,23 +271,6 @@ def config_file(model: nn.Module) -> bytes:
     assert config is not None
     fields = config.to_dict() | {"inference_mode": True}  # type: ignore[no-untyped-call]
     return (json.dumps(fields, indent=2, sort_keys=True, default=sorted) + "\n").encode()
-
-
-@contextlib.contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
-    """Switches the adapter off within the context; outputs are bitwise the base model's."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    layers: list[Any] = [part for part in model.modules() if isinstance(part, kinds)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
 
 
 @contextlib.contextmanager

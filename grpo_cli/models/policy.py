@@ -89,19 +89,17 @@ class Policy:
                 f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
                 "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
             )
-        adapter = adapters.attached_config(model)
-        frozen = loading.frozen_copy(model) if recipe.needs_reference and not adapter else None
+        is_adapted = adapters.attached_config(model) is not None
+        copied = recipe.needs_reference and not is_adapted
+        frozen = loading.frozen_copy(model) if copied else None
         logprobs = make_logprobs(workers.place(model), recipe, workers, say)
         reference: Reference | None = None
         if frozen is not None:
             reference = Reference(make_logprobs(workers.place(frozen), recipe, workers, say))
         elif recipe.needs_reference:
-            assert adapter is not None
-            fresh = recipe.adapter.path is None and adapters.begins_as_base(adapter)
             reference = AdapterReference(
                 lambda entered: make_logprobs(model, recipe, workers, say, entered),
                 workers.autocast,
-                keeps_copy=recipe.loss.reference_every > 0 or not fresh,
             )
         budget = MicroBatchBudget(
             recipe.update.tokens_per_micro_batch,

@@ -51,42 +51,32 @@ class Reference:
 class AdapterReference(Reference):
     """The policy with its initial adapter, without a second model.
 
-    A fresh adapter is switched off. Otherwise a copy of the initial adapter weights replaces the
-    current ones during a forward pass.
+    A copy of the initial adapter's weights replaces the current ones during a forward pass.
     """
 
-    def __init__(
-        self, make: Callable[[Autocast], PolicyLogprobs], autocast: Autocast, *, keeps_copy: bool
-    ) -> None:
+    def __init__(self, make: Callable[[Autocast], PolicyLogprobs], autocast: Autocast) -> None:
         """Makes the reference from the policy's current weights.
 
         Args:
             make: makes the policy's `PolicyLogprobs`, given the context for each forward pass.
             autocast: the run's mixed precision.
-            keeps_copy: required if switching the adapter off does not give the initial policy, or
-                if the reference is updated.
         """
         self.autocast = autocast
         super().__init__(make(self._entered))
-        self.copy = adapters.copied(self.logprobs.model) if keeps_copy else None
+        self.copy = adapters.copied(self.logprobs.model)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        return self.copy or {}
+        return self.copy
 
     def refresh(self, policy: PreTrainedModel, alpha: float) -> None:
-        assert self.copy is not None, "a reference that moves has a copy"
         for name, p in adapters.tensors_of(policy).items():
             self.copy[name].lerp_(p.detach(), alpha)
         self.has_moved = True
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        model = self.logprobs.model
-        if self.copy is None:
-            weights = adapters.switched_off(model)
-        else:
-            weights = adapters.replaced(model, self.copy)
+        initial = adapters.replaced(self.logprobs.model, self.copy)
         # Without a graph, since the weights change back before a backward could use them.
-        with torch.no_grad(), weights, self.autocast():
+        with torch.no_grad(), initial, self.autocast():
             yield

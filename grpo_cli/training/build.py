@@ -275,7 +275,7 @@ def describe(run: Run, *, is_graded: bool) -> None:
     say(f"first prompt, as the model reads it: {shown!r}")  # repr escapes control characters
     for description in run.scorer.descriptions:
         say(description)
-    if policy.reference is not None and policy.reference.nbytes:
+    if policy.reference is not None:
         say(f"the reference policy takes {policy.reference.nbytes / 1e6:,.4g} MB on each process")
     if workers.size == 1 and recipe.distributed.strategy == "fsdp2":
         say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")

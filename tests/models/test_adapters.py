@@ -122,16 +122,6 @@ def test_check_finds_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradients differ" in said[0]
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("biases", "pissa")])
-def test_switched_off_adapter_is_the_base(kind: str) -> None:
-    model, base = adapted(kind)
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
-    with adapters.switched_off(model):
-        assert torch.equal(logprobs(model), logprobs(base))
-    assert apart(logprobs(model), logprobs(base)) > 1e-3
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == trained
-
-
 @EACH
 def test_merged_weights_match(kind: str) -> None:
     model, base = adapted(kind)
@@ -159,33 +149,30 @@ def test_merging_leaves_the_model_unchanged() -> None:
     assert all(torch.equal(p, before[n]) for n, p, _ in adapters.plain_parameters(model))
 
 
-def reference_of(model: PreTrainedModel, *, keeps_copy: bool) -> AdapterReference:
+def reference_of(model: PreTrainedModel) -> AdapterReference:
     return AdapterReference(
         lambda entered: PolicyLogprobs(model, packed=False, chunked=False, autocast=entered),
         contextlib.nullcontext,
-        keeps_copy=keeps_copy,
     )
 
 
-@pytest.mark.parametrize("keeps_copy", [False, True])
-def test_reference_is_the_initial_policy(keeps_copy: bool) -> None:
-    model, base = adapted("norms", moved=False)
-    reference = reference_of(model, keeps_copy=keeps_copy)
+@pytest.mark.parametrize("kind", ["lora", "norms"])
+def test_fresh_reference_is_the_base(kind: str) -> None:
+    model, base = adapted(kind, moved=False)
+    reference = reference_of(model)
     move(model)
     policy = logprobs(model)
     assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], logprobs(base))
     assert torch.equal(logprobs(model), policy), "the policy has its own weights again"
     assert reference.weights_to_save is None
-    of_adapter = sum(p.nbytes for p in adapters.tensors_of(model).values())
-    assert reference.nbytes == (of_adapter if keeps_copy else 0)
+    assert reference.nbytes == sum(p.nbytes for p in adapters.tensors_of(model).values())
 
 
 @pytest.mark.parametrize("kind", ["lora", "pissa", "biases"])
 def test_a_reference_with_a_copy(kind: str) -> None:
-    """Also where the model with its adapter off is not what the run began with."""
     model, _ = adapted(kind)
     begun = logprobs(model)
-    reference = reference_of(model, keeps_copy=True)
+    reference = reference_of(model)
     move(model, 6)
     assert apart(logprobs(model), begun) > 1e-3
     assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], begun)
@@ -193,18 +180,6 @@ def test_a_reference_with_a_copy(kind: str) -> None:
     assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], logprobs(model))
     assert reference.weights_to_save is reference.weights
     reference.logprobs.check(make_rollouts(), 1.0)
-
-
-def test_begins_as_base() -> None:
-    def begins(**more: Any) -> bool:
-        adapter = replace(Adapter(method="lora"), **more)
-        return adapters.begins_as_base(adapters.config_of(adapter, "base", None))
-
-    assert begins()
-    assert begins(args={"init_lora_weights": "gaussian"})
-    assert not begins(args={"init_lora_weights": "pissa"})
-    assert not begins(args={"init_lora_weights": False})
-    assert not begins(args={"bias": "all"})
 
 
 @SOME

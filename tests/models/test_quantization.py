@@ -104,8 +104,6 @@ def test_training_leaves_quantized_weights(folder: Path) -> None:
     logprobs(model).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
-    with adapters.switched_off(model):
-        assert torch.equal(logprobs(model), logprobs(base))
     assert apart(logprobs(model), logprobs(base)) > 1e-3
 
 
