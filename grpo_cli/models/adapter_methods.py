@@ -1,37 +1,16 @@
-"""Lists the adapters that `adapter.method` can name: a new one of peft is one entry of METHODS.
+"""Lists the adapters that `adapter.method` can name: LoRA and its variants in peft.
 
-It must be a method that peft injects into layers and can merge into their weights, since exports
-and engines get merged weights. Recipes are checked against this table before peft is imported.
+Recipes are checked against this table before peft is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Method:
-    """Describes a method of peft.
-
-    Attributes:
-        title: words for it in the help text.
-        peft_type: peft's name of the config's class, and tag of its model cards.
-        knobs: fields of peft's config, with the knob below `adapter` that sets each.
-        args: fields of peft's config that make the method.
-    """
-
-    title: str
-    peft_type: str = "LORA"
-    knobs: Mapping[str, str] = field(default_factory=lambda: {"r": "rank", "lora_alpha": "alpha"})
-    args: Mapping[str, Any] = field(default_factory=dict)
-
-
-METHODS = {
-    "lora": Method("LoRA"),
-    "dora": Method("LoRA with trained magnitudes", args={"use_dora": True}),
-    "rslora": Method("LoRA scaled by alpha/√rank", args={"use_rslora": True}),
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # (words in the help text, peft's fields)
+    "lora": ("LoRA", {}),
+    "dora": ("LoRA with trained magnitudes", {"use_dora": True}),
+    "rslora": ("LoRA scaled by alpha/√rank", {"use_rslora": True}),
 }
 REFUSED = {  # fields of peft's configs with which an adapter cannot be merged or saved
     "trainable_token_indices": "trains rows of the embeddings, which are not merged",

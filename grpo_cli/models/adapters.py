@@ -2,8 +2,8 @@
 
 peft replaces linear layers in place. The model keeps its class and its forward, so that all code
 that computes log-probabilities or samples works unchanged. This file selects and replaces the
-trained weights, and yields weights with the adapter merged in. It knows no single method:
-`adapter_methods.py` lists them.
+trained weights, and yields weights with the adapter merged in. `adapter_methods.py` lists the
+methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config import sources
 from grpo_cli.distributed.fsdp import full_tensor, reshard
-from grpo_cli.errors import UserError, first_line, listed, nearest
+from grpo_cli.errors import UserError, first_line, nearest
 from grpo_cli.files import read_json, reading
 from grpo_cli.models import quantization
 from grpo_cli.models.adapter_methods import METHODS, REFUSED
@@ -60,15 +60,16 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> PeftConfig |
             f"adapter.path = {adapter.path}: is not a folder with adapter_config.json and "
             "adapter_model.safetensors."
         )
-    method, targets = METHODS[adapter.method], adapter.target_modules
+    targets, (_, variant) = adapter.target_modules, METHODS[adapter.method]
     fields: dict[str, Any] = {
-        "peft_type": method.peft_type,
+        "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision,
         "target_modules": targets if isinstance(targets, str) else [*targets],
-        **{name: getattr(adapter, knob) for name, knob in method.knobs.items()},
-        **method.args,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        **variant,
     }
     if own := sorted(fields.keys() & adapter.args.keys()):
         raise UserError(f"adapter.args.{own[0]}: has a key of its own below adapter.")
@@ -82,10 +83,10 @@ def read_config(folder: Path) -> PeftConfig:
         UserError: it cannot be read, or peft is missing or does not take it.
     """
     stored = read_json(folder / CONFIG)
-    if stored.get("peft_type") not in (types := {m.peft_type for m in METHODS.values()}):
+    if stored.get("peft_type") != "LORA":
         raise UserError(
-            f"adapter {folder}: is of type {stored.get('peft_type')}; only {listed(types)} "
-            "can be trained and evaluated."
+            f"adapter {folder}: is of type {stored.get('peft_type')}; only LORA can be trained and "
+            "evaluated."
         )
     stored.pop("runtime_config", None)  # as peft
     return _config(stored | {"inference_mode": False}, str(folder / CONFIG), is_new=False)

@@ -190,7 +190,7 @@ class Adapter:
     method: str = knob(
         "none",
         "What is trained: all weights of the model (none), or an adapter on the frozen model: "
-        + ", ".join(f"{method.title} ({name})" for name, method in METHODS.items())
+        + ", ".join(f"{title} ({name})" for name, (title, _) in METHODS.items())
         + ".",
         choices=("none", *METHODS),
         kept=True,

@@ -19,7 +19,6 @@ from grpo_cli.config import saved_recipe
 from grpo_cli.config.interpolation import publishable, publishable_command
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import is_local
-from grpo_cli.models.adapter_methods import METHODS
 from grpo_cli.reporting.reporter import versions
 
 TAGS = ["grpo", "grpo-cli", "reinforcement-learning"]
@@ -102,15 +101,15 @@ def model_card(
     sources = [part.data for part in dataset.mixture.values()] or [dataset.train or ""]
     names = {source: Path(source).name if is_local(source) else source for source in sources}
     data = [source for source in names if not is_local(source)]
-    method = METHODS.get(recipe.adapter.method)
-    relation: dict[str, Any] = {"base_model_relation": "adapter"} if method and base else {}
+    is_adapted = recipe.adapter.method != "none"
+    relation: dict[str, Any] = {"base_model_relation": "adapter"} if is_adapted and base else {}
     results, name = after or {}, recipe.hub.repo or recipe.recipe or "model"
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base,
             datasets=data or None,
-            library_name="peft" if method else "transformers",
-            tags=[*TAGS, method.peft_type.lower()] if method else TAGS,
+            library_name="peft" if is_adapted else "transformers",
+            tags=[*TAGS, "lora"] if is_adapted else TAGS,
             model_name=name,
             **relation,
         ),

@@ -26,8 +26,6 @@ def check(config: PeftConfig) -> None:
 
 
 def _reasons(config: Any) -> Iterator[str]:
-    if config.peft_type != "LORA":
-        yield f"vLLM applies LoRA only, not {config.peft_type}"
     if config.use_dora:
         yield "vLLM does not apply DoRA"
     if config.modules_to_save:
