@@ -36,7 +36,6 @@ from transformers import PreTrainedModel
 
 from grpo_cli.checkpoints import manifest, model_folder, provenance, shards
 from grpo_cli.checkpoints.manifest import Entry
-from grpo_cli.checkpoints.model_folder import Processing
 from grpo_cli.checkpoints.paths import KEPT, PARTIAL, REPLACED, STATE, TRAINING, remove
 from grpo_cli.checkpoints.retention import being_written, keep_model_only, make_room, remove_torn
 from grpo_cli.checkpoints.shards import Parts, Piece, Shards
@@ -117,7 +116,7 @@ class Checkpointer:
         parts: Parts,
         state: dict[str, Any],
         recipe_yaml: str,
-        tokenizer: Processing,
+        tokenizer: Any,
         *,
         with_model: bool,
         resumable: bool = True,
@@ -193,7 +192,7 @@ class Checkpointer:
             return 0.0
         return max(usual - (time.monotonic() - self.began), 0.0)
 
-    def files_of(self, model: nn.Module, tokenizer: Processing) -> dict[str, bytes]:
+    def files_of(self, model: nn.Module, tokenizer: Any) -> dict[str, bytes]:
         """Returns the config and tokenizer files, which never change and are created only once."""
         if self.files is None or self.files[0] is not model or self.files[1] is not tokenizer:
             assert isinstance(model, PreTrainedModel), "only a PreTrainedModel can be loaded again"

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,20 +28,15 @@ from grpo_cli.models import adapters
 
 FILE_BYTES = 5 * 10**9  # maximum bytes of a weights file, unless a single tensor is larger
 INDEX = "model.safetensors.index.json"
-
-
-class Processing(Protocol):
-    """A tokenizer, or an image processor with its tokenizer."""
-
-    def save_pretrained(self, folder: str | Path) -> object:
-        """Writes the processor's files into a folder."""
-
-
 DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # torch's to safetensors'
 
 
-def files_of(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
-    """Returns a model folder's files by path, without weights: config, tokenizer, code."""
+def files_of(model: PreTrainedModel, tokenizer: Any) -> dict[str, bytes]:
+    """Returns a model folder's files by path, without weights: config, tokenizer, code.
+
+    Args:
+        tokenizer: the tokenizer or a processor, which has `save_pretrained`; None: neither.
+    """
     with tempfile.TemporaryDirectory(prefix="grpo-") as made:
         folder = Path(made)
         model.save_pretrained(folder, state_dict={})  # writes no weights
@@ -61,7 +56,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def files_of_adapter(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
+def files_of_adapter(model: PreTrainedModel, tokenizer: Any) -> dict[str, bytes]:
     """Returns the files of an adapter's folder by path, without weights."""
     files = files_of(model, tokenizer)
     own = {"config.json", "generation_config.json"}
