@@ -40,7 +40,7 @@ from grpo_cli.errors import typed_line
 from grpo_cli.models.families import ATTENTION_EXTRAS, SPARSE, window_of
 from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
 from grpo_cli.models.kernels.arithmetic import merge as merge
-from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.base import ByParts
 from grpo_cli.models.kernels.flex import Flex, block_mask
 from grpo_cli.models.kernels.plain import Bucket, Plain
 from grpo_cli.models.kernels.varlen import HALVES, Ragged, Varlen
@@ -264,7 +264,7 @@ class Layout:
         return block_mask(self)
 
 
-def usual_kernel(query: Tensor) -> Kernel:
+def usual_kernel(query: Tensor) -> ByParts | Flex:
     """Returns the fastest kernel for the device, dtype and heads of queries [N, Hq, D].
 
     If it fails or is wrong, the self-check of the forward mode finds that, and rows are padded.

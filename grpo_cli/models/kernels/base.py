@@ -1,29 +1,14 @@
-"""Defines the interface of attention kernels, and a base class for those that compute by parts."""
+"""Defines the base class of the kernels that compute attention by parts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from grpo_cli.models.attention import Layout
-
-
-class Kernel(Protocol):
-    """Computes the attention of a packed row by its layout."""
-
-    def attend(
-        self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        """Returns the outputs [N, Hq, D], differentiable once.
-
-        Args:
-            query: [N, Hq, D]. key, value: [N, Hkv, D], Hq a multiple of Hkv.
-            scale: factor for the scores.
-        """
-        ...
 
 
 class ByParts:
@@ -39,7 +24,12 @@ class ByParts:
     def attend(
         self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
-        """Returns the outputs [N, Hq, D]; see `Kernel`."""
+        """Returns the outputs [N, Hq, D] of a packed row, differentiable once.
+
+        Args:
+            query: [N, Hq, D]. key, value: [N, Hkv, D], Hq a multiple of Hkv.
+            scale: factor for the scores.
+        """
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1 and not self.reads_groups:  # autograd sums over the repeats
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))

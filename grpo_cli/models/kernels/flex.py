@@ -39,7 +39,7 @@ class Flex:
     def attend(
         self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
-        """Returns the outputs [N, Hq, D]; see `base.Kernel`."""
+        """Returns the outputs [N, Hq, D]; see `ByParts.attend`."""
         out: Tensor = self.function(
             *(by_head(t) for t in (query, key, value)),
             block_mask=layout.block_mask,

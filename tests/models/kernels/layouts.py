@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from grpo_cli.models.attention import Layout, Prefix, usual_kernel
-from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.base import ByParts
+from grpo_cli.models.kernels.flex import Flex
 from tests.conftest import CPU
 
 Group = tuple[int, Sequence[int]]  # tokens of a prompt, and of each of its completions
@@ -89,7 +90,7 @@ def assert_same(
     key_heads: int,
     dtype: torch.dtype,
     tolerance: float,
-    kernel: Kernel | None = None,
+    kernel: ByParts | Flex | None = None,
 ) -> None:
     inputs, grad = make_heads(groups, heads, key_heads, dtype)
     found_at = [t.clone().requires_grad_() for t in inputs]

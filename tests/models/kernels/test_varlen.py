@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_cli.models.attention import usual_kernel
-from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.base import ByParts
 from grpo_cli.models.kernels.flex import Flex
 from grpo_cli.models.kernels.plain import Plain
 from grpo_cli.models.kernels.varlen import Varlen
@@ -66,7 +66,7 @@ def test_arguments_of_the_cuda_operators() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [Varlen, Flex])
 @pytest.mark.parametrize("name", GROUPS)
-def test_cuda_kernels_match_plain(name: str, kernel: type[Kernel]) -> None:
+def test_cuda_kernels_match_plain(name: str, kernel: type[ByParts | Flex]) -> None:
     inputs, grad = make_heads(GROUPS[name], 4, 2, torch.bfloat16)
     q, k, v, grad = (t.cuda().repeat(1, 1, 8) for t in (*inputs, grad))  # heads of 64
     found = []
@@ -96,7 +96,7 @@ def test_kernel_of_each_case(
     dtype: torch.dtype,
     width: int,
     capability: tuple[int, int],
-    kernel: type[Kernel],
+    kernel: type[ByParts | Flex],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
