@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -90,17 +89,14 @@ class Policy:
                 "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
             )
         is_adapted = adapters.attached_config(model) is not None
-        copied = recipe.needs_reference and not is_adapted
-        frozen = loading.frozen_copy(model) if copied else None
+        is_copied = recipe.needs_reference and not is_adapted
+        frozen = loading.frozen_copy(model) if is_copied else None
         logprobs = make_logprobs(workers.place(model), recipe, workers, say)
         reference: Reference | None = None
         if frozen is not None:
             reference = Reference(make_logprobs(workers.place(frozen), recipe, workers, say))
         elif recipe.needs_reference:
-            reference = AdapterReference(
-                lambda entered: make_logprobs(model, recipe, workers, say, entered),
-                workers.autocast,
-            )
+            reference = AdapterReference(make_logprobs(model, recipe, workers, say))
         budget = MicroBatchBudget(
             recipe.update.tokens_per_micro_batch,
             say if workers.is_main else partial(print, f"process {workers.rank}:"),
@@ -161,21 +157,13 @@ class Policy:
 
 
 def make_logprobs(
-    model: PreTrainedModel,
-    recipe: Recipe,
-    workers: Workers,
-    say: Callable[[str], None],
-    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+    model: PreTrainedModel, recipe: Recipe, workers: Workers, say: Callable[[str], None]
 ) -> PolicyLogprobs:
-    """Returns the `PolicyLogprobs` of a placed model.
-
-    Args:
-        autocast: makes the context of every forward pass; None: that of the run's mixed precision.
-    """
+    """Returns the `PolicyLogprobs` of a placed model."""
     return PolicyLogprobs(
         model,
         compile_backend=COMPILE_BACKEND if recipe.model.compile else None,
-        autocast=autocast or workers.autocast,
+        autocast=workers.autocast,
         say=say,
         agree_on=workers.agree,
     )

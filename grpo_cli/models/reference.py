@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,6 @@ from transformers import PreTrainedModel
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.memory import own_part
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-
-Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Reference:
@@ -54,16 +51,15 @@ class AdapterReference(Reference):
     A copy of the initial adapter's weights replaces the current ones during a forward pass.
     """
 
-    def __init__(self, make: Callable[[Autocast], PolicyLogprobs], autocast: Autocast) -> None:
+    def __init__(self, logprobs: PolicyLogprobs) -> None:
         """Makes the reference from the policy's current weights.
 
         Args:
-            make: makes the policy's `PolicyLogprobs`, given the context for each forward pass.
-            autocast: the run's mixed precision.
+            logprobs: computes log-probabilities of the policy, and from now on of the reference.
         """
-        self.autocast = autocast
-        super().__init__(make(self._entered))
-        self.copy = adapters.copied(self.logprobs.model)
+        super().__init__(logprobs)
+        self.copy = adapters.copied(logprobs.model)
+        self.autocast, logprobs.autocast = logprobs.autocast, self._entered
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -1,6 +1,5 @@
 """Adapters: the base is not changed, and all ways of computing with them give the same numbers."""
 
-import contextlib
 import copy
 import json
 from dataclasses import replace
@@ -150,10 +149,7 @@ def test_merging_leaves_the_model_unchanged() -> None:
 
 
 def reference_of(model: PreTrainedModel) -> AdapterReference:
-    return AdapterReference(
-        lambda entered: PolicyLogprobs(model, packed=False, chunked=False, autocast=entered),
-        contextlib.nullcontext,
-    )
+    return AdapterReference(PolicyLogprobs(model, packed=False, chunked=False))
 
 
 @pytest.mark.parametrize("kind", ["lora", "norms"])
