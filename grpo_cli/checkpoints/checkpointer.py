@@ -364,23 +364,12 @@ def choose(candidates: Sequence[Path], workers: Workers, say: Callable[[str], No
         candidates: checkpoints, the newest first.
     """
     for path in candidates:
-        problem = problem_of(path, workers)
+        problem = workers.gather(manifest.verify(path) if workers.is_main else None)[0]
         if problem is None:
             return path
         if workers.is_main:
             say(f"{path.parent.name}/{path.name} {problem}: skipped")
     return None
-
-
-def problem_of(path: Path, workers: Workers) -> str | None:
-    """Describes a checkpoint's damage, or returns None; each process hashes its share of files."""
-    nothing: tuple[dict[str, Entry], str | None] = ({}, None)
-    files, problem = workers.gather(manifest.listed(path) if workers.is_main else nothing)[0]
-    if problem is not None:
-        return problem
-    share = manifest.split_evenly(files, workers.size)[workers.rank]
-    problems = workers.gather(manifest.wrong_content(path, share))
-    return next((f"is damaged ({wrong})" for wrong in problems if wrong), None)
 
 
 def load(path: Path, parts: Parts) -> None:

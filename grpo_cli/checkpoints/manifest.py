@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 from grpo_cli.checkpoints.paths import TRAINING, shown, step_of
 from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.distributed import heartbeat
-from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.errors import UserError, typed_line
 
 MANIFEST = f"{TRAINING}/manifest.json"
@@ -194,27 +193,18 @@ def wrong_size(folder: Path, files: Mapping[str, Entry]) -> str | None:
     return None
 
 
-def wrong_content(folder: Path, files: Mapping[str, Entry]) -> str | None:
-    """Describes the first file whose contents differ from the written ones; None without any."""
-    for name, entry in files.items():
-        sha256 = hashlib.sha256()
-        try:
-            with (folder / name).open("rb") as file:
-                while part := file.read(BLOCK_BYTES):
-                    sha256.update(part)
-                    heartbeat.touch()
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if sha256.hexdigest() != entry.sha256:
-            return f"{name}: its contents have changed since it was written"
-    return None
-
-
-def split_evenly(files: Mapping[str, Entry], parts: int) -> list[dict[str, Entry]]:
-    """Splits files into so many parts, with about equal bytes."""
-    names = list(files)
-    split = split_balanced([files[name].bytes for name in names], parts)
-    return [{names[i]: files[names[i]] for i in part} for part in split]
+def wrong_content(folder: Path, name: str, entry: Entry) -> str | None:
+    """Describes how a file's contents differ from the written ones; None if they do not."""
+    sha256 = hashlib.sha256()
+    try:
+        with (folder / name).open("rb") as file:
+            while part := file.read(BLOCK_BYTES):
+                sha256.update(part)
+                heartbeat.touch()
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    is_same = sha256.hexdigest() == entry.sha256
+    return None if is_same else f"{name}: its contents have changed since it was written"
 
 
 def check(path: Path, *, model_only: bool = False) -> None:
@@ -238,10 +228,10 @@ def verify(folder: Path, *, model_only: bool = False) -> str | None:
     files, problem = listed(folder, model_only=model_only)
     if problem is not None:
         return problem
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        parts = pool.map(lambda part: wrong_content(folder, part), split_evenly(files, threads))
-        wrong = next((problem for problem in parts if problem), None)
+    largest_first = sorted(files, key=lambda name: -files[name].bytes)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda name: wrong_content(folder, name, files[name]), largest_first)
+        wrong = next((problem for problem in found if problem), None)
     return f"is damaged ({wrong})" if wrong else None
 
 
