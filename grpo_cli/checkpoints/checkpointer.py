@@ -104,7 +104,6 @@ class Checkpointer:
         self.staging = shards.Staging()
         self.thread: threading.Thread | None = None  # writing thread
         self.began = -math.inf  # time at which the thread started
-        self.files: tuple[Any, Any, dict[str, bytes]] | None = None
         self.group: Any = None
         if workers.size > 1:
             self.group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
@@ -151,7 +150,10 @@ class Checkpointer:
                     weights = [t for name, t in tensors.items() if name.startswith("model.")]
                     job.model_bytes = sum(t.nbytes for t in weights) if with_model else 0
                     prefix, buffer = "" if with_model else f"{MODEL}/", io.BytesIO()
-                    model_files = self.files_of(parts.model, tokenizer)
+                    assert isinstance(parts.model, PreTrainedModel), "it is to be loaded again"
+                    is_adapted = adapters.attached_config(parts.model) is not None
+                    files = model_folder.files_of_adapter if is_adapted else model_folder.files_of
+                    model_files = files(parts.model, tokenizer)
                     torch.save(state, buffer)
                     job.small = {prefix + name: data for name, data in model_files.items()}
                     job.small[STATE] = buffer.getvalue()
@@ -191,15 +193,6 @@ class Checkpointer:
         if self.thread is None or not self.thread.is_alive():
             return 0.0
         return max(usual - (time.monotonic() - self.began), 0.0)
-
-    def files_of(self, model: nn.Module, tokenizer: Any) -> dict[str, bytes]:
-        """Returns the config and tokenizer files, which never change and are created only once."""
-        if self.files is None or self.files[0] is not model or self.files[1] is not tokenizer:
-            assert isinstance(model, PreTrainedModel), "only a PreTrainedModel can be loaded again"
-            adapted = adapters.attached_config(model) is not None
-            files = model_folder.files_of_adapter if adapted else model_folder.files_of
-            self.files = model, tokenizer, files(model, tokenizer)
-        return self.files[2]
 
     def write(self, job: _Job) -> None:
         """Writes a checkpoint and renames it to its final name, or reports why that failed."""
