@@ -17,7 +17,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading, optimizers
 from grpo_cli.models.loading import LoadedModel
-from grpo_cli.models.memory import MicroBatchBudget, own_part
+from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
@@ -131,16 +131,6 @@ class Policy:
     def zero_grad(self) -> None:
         """Drops the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
-
-    def resident_bytes(self) -> int:
-        """Returns the bytes of weights and optimizer state that this process holds."""
-        models = {self.model}
-        if self.reference is not None:  # an adapter's reference has the same model
-            models.add(self.reference.logprobs.model)
-        tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
-        for state in self.optimizer.state.values():
-            tensors += [v for v in state.values() if isinstance(v, Tensor)]
-        return sum(own_part(t).nbytes for t in tensors)
 
     def checks(self) -> dict[str, dict[str, str]]:
         """Returns the results of the forward modes' self-checks, for a checkpoint."""

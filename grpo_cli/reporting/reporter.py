@@ -65,7 +65,7 @@ class Reporter:
         self.raised = LinesFile(folder / ALARMS)
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
-        self.meter: MemoryMeter | None = None  # measures each stage of a step; None: nothing does
+        self.meter: MemoryMeter | None = None  # measures each stage of a step on a GPU
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""

@@ -130,7 +130,7 @@ class PlanRecord:
         self.device, self.processes = devices.of_machine(run.workers.device), run.workers.size
         self.prompt_tokens = statistics.fmean(len(p.ids) for p in prompts)
         self.meter = MemoryMeter(run.workers.device)
-        if run.workers.is_main:
+        if run.workers.is_main and run.workers.device.type == "cuda":
             run.reporter.meter = self.meter
         self.metrics: deque[Mapping[str, float]] = deque(maxlen=STEPS)  # of the newest steps
 

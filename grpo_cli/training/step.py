@@ -204,8 +204,7 @@ def make_clock(run: Run) -> Clock:
     stages = possible_stages(run.recipe, run.policy.reference is not None, run.workers.size)
     dtype = run.workers.half_type or run.policy.model.dtype
     peak = peak_flops(run.workers.device, dtype)
-    meter = run.reporter.meter and run.reporter.meter.of_next_step(run.policy.resident_bytes)
-    return Clock(run.workers.device, stages, peak, meter=meter)
+    return Clock(run.workers.device, stages, peak, meter=run.reporter.meter)
 
 
 def check_sampler(config: Generation, gap: float, step: int) -> None:

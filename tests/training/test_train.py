@@ -581,8 +581,6 @@ def test_plan_of_a_run(tmp_path: Path) -> None:
     predicted, measured = found["predicted"], found["measured"]
     sizes = {"tokens_per_step", "tokens_per_micro_batch", "completion_tokens"}
     assert {*measured} & {*predicted} >= {"memory", "peak"} | sizes
-    assert measured["peak"] == max(measured["memory"].values())
     assert measured["steps_measured"] == 3, "the first step does not count"
-    assert {"generate", "forward_backward", "optimizer"} <= {*measured["memory"]}
     assert predicted["completion_tokens"] == measured["completion_tokens"]
     assert measured["tokens_per_step"] == pytest.approx(predicted["tokens_per_step"], rel=0.1)
