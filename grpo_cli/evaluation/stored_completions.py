@@ -1,17 +1,16 @@
 """Matches stored completions to a benchmark's problems, as if they had just been sampled.
 
 `data/stored_completions.py` reads the file. The columns that the benchmark's reward needs come from
-the file. Otherwise they come from the benchmark's data, by the completion's `row` or `id`.
+the file. Otherwise they come from the benchmark's data, by the completion's `row`.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -66,8 +65,8 @@ def load(
     Completions belong to one problem if they have the same `row`, or without that column the same
     `id`, `question` or prompt. Otherwise each is a problem of its own. They are ordered by `sample`
     if there is such a column. Columns that the reward needs come from the file, or else from the
-    benchmark's data: by `row` (line, from 0), by `id`, or in order if there are as many problems as
-    rows. Rows may lack completions; `StoredGroups.rows` is the number of rows.
+    benchmark's data, by `row` (line, from 0). Rows may lack completions; `StoredGroups.rows` is the
+    number of rows.
 
     Args:
         path: .jsonl, .json, .csv or .parquet, perhaps .gz; or a folder that holds completions.
@@ -106,7 +105,7 @@ def load(
         problems = _with_own_answers(samples, path, name, config)
     else:
         rows = benchmarks.load(name, config)
-        problems = _joined(samples, rows, path, name, config, limit)
+        problems = _joined(samples, rows, path, name, config)
     needed = benchmarks.breakdown_columns(name, config)
     check_columns(needed, problems[0][1], str(path), "columns")
     problems = [p for p in sorted(problems, key=itemgetter(0)) if limit is None or p[0] < limit]
@@ -229,47 +228,28 @@ def _with_own_answers(
 
 
 def _joined(
-    samples: Sequence[Sample],
-    rows: data.Rows,
-    path: Path,
-    name: str,
-    config: Benchmark,
-    limit: int | None,
+    samples: Sequence[Sample], rows: data.Rows, path: Path, name: str, config: Benchmark
 ) -> list[Problem]:
     """Builds problems whose gold answers are in the benchmark's data, `rows`.
 
     Raises:
-        UserError: the row of a completion cannot be determined.
+        UserError: the file has no `row`, or there is no such row.
     """
-    keys = ("row", "id") if "id" in rows.columns else ("row",)
-    key, total = next((key for key in keys if _has(samples[0], key)), None), len(rows.rows)
-    by_id: dict[str, int] = {}
-    # Before completions are grouped: equal ids look like one problem.
-    for number, cell in enumerate(rows.column("id") if key == "id" else ()):
-        if cell is not None and by_id.setdefault(str(cell), number) != number:
-            raise UserError(
-                f"completions = {path}: rows {by_id[str(cell)]} and {number} of {rows.source} have "
-                f"the same id, {cell!r}; give the number of the row in a column `row`."
-            )
-    groups = _by_problem(samples, path)
-    if key is None and len(groups) not in (total, min(limit or total, total)):
+    if not _has(samples[0], "row"):
         needed = benchmarks.needed_columns(name, config)[0]
         raise UserError(
-            f"completions = {path}: has no column {needed!r}, and neither `row` nor `id` to find "
-            f"it by in {rows.source}, which has {total:,} rows for the {len(groups):,} problems "
-            f"here. Name one with columns.{needed}=NAME, columns.row=NAME or columns.id=NAME."
+            f"completions = {path}: has no column {needed!r}, and no `row` (line number, from 0) "
+            f"to find it by in {rows.source}. Name one with columns.{needed}=NAME or "
+            "columns.row=NAME."
         )
     problems = []
-    for number, group in enumerate(groups):
-        first = group[0]
-        if key is not None:
-            cell = _cell(first, key, path)
-            number = cell if key == "row" else by_id.get(str(cell), -1)
-            if not 0 <= number < total:
-                raise UserError(
-                    f"completions = {path}, row {first.row}: {key} is {first.columns[key]!r}; "
-                    f"{rows.source} has no such row."
-                )
+    for group in _by_problem(samples, path):
+        first, number = group[0], _cell(group[0], "row", path)
+        if number >= len(rows.rows):
+            raise UserError(
+                f"completions = {path}, row {first.row}: row is {number}; {rows.source} has no "
+                "such row."
+            )
         row = rows.rows[number]
         said, meant = first.columns.get("question"), row.get("question")
         if said is not None and meant is not None and str(said).split() != str(meant).split():
@@ -329,9 +309,6 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
     return Rollout(prompt, completion, sample.text)
 
 
-def _numbers(cell: Iterable[Any] | str | None) -> list[Any]:
-    """Parses a list of numbers, which CSV files hold as text; [] without any."""
-    if isinstance(cell, str):
-        with contextlib.suppress(ValueError):
-            cell = json.loads(cell)
+def _numbers(cell: Any) -> list[Any]:
+    """Returns a list of numbers; [] without any, as in CSV files."""
     return list(cell) if isinstance(cell, (list, tuple)) else []

@@ -128,23 +128,14 @@ def test_messages_are_completions_and_prompts(
     [
         [{"row": 2, "completion": "8"}, {"row": 0, "completion": "2"}],
         [{"row": "2", "completion": "8"}, {"row": "0", "completion": "2"}],
-        [{"id": "c", "completion": "8"}, {"id": "a", "completion": "2"}],
     ],
 )
-def test_answers_are_found_by_row_or_id(
+def test_answers_are_found_by_row(
     lines: list[Line], tmp_path: Path, mine: Benchmark, executor: RewardExecutor
 ) -> None:
     groups = read(write(tmp_path / "c.jsonl", *lines), mine)
     assert shape(groups) == [(0, ["2"]), (2, ["8"])]
     assert groups[1].prompt.columns == DATA[2]
-    assert values(groups, mine, executor) == [[1.0], [1.0]]
-
-
-def test_answers_in_order(tmp_path: Path, mine: Benchmark, executor: RewardExecutor) -> None:
-    lines = [{"completion": "2"}, {"completion": "5"}, {"completion": "0"}]
-    groups = read(write(tmp_path / "c.jsonl", *lines), mine)
-    assert values(groups, mine, executor) == [[1.0], [1.0], [0.0]]
-    groups = read(write(tmp_path / "c.jsonl", *lines[:2]), mine, limit=2)
     assert values(groups, mine, executor) == [[1.0], [1.0]]
 
 
@@ -184,17 +175,6 @@ def test_whether_the_file_says_how_completions_ended(
 ) -> None:
     lines = [{"row": i, "completion": "x", "finish_reason": end} for i, end in enumerate(ends)]
     assert load(write(tmp_path / "c.jsonl", *lines), mine).ends_known is known
-
-
-def test_an_id_that_the_data_has_twice(tmp_path: Path) -> None:
-    rows = [*DATA, {"id": "a", "question": "3+3?", "answer": "6"}]
-    mine = Benchmark(data=str(write(tmp_path / "twice.jsonl", *rows)))
-    for ids in ("aabc", "bc"):  # a problem's completions, and those of two, look alike
-        path = write(tmp_path / "c.jsonl", *[{"id": i, "completion": "6"} for i in ids])
-        with pytest.raises(UserError, match=r"rows 0 and 3 of .* have the same id, 'a'; give"):
-            read(path, mine)
-    by_row = [{"row": r, "id": rows[r]["id"], "completion": "x"} for r in (3, 0)]
-    assert shape(read(write(tmp_path / "d.jsonl", *by_row), mine)) == [(0, ["x"]), (3, ["x"])]
 
 
 def evaluated(tmp_path: Path, mine: Benchmark) -> list[Line]:
@@ -274,11 +254,9 @@ def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExe
     ("lines", "said"),
     [
         ([{"row": 0, "completion": None}], "row 0: the completion is None; it must be text."),
-        ([{"completion": "x"}], "Name one with columns.answer=NAME, columns.row=NAME or columns.i"),
+        ([{"completion": "x"}], "Name one with columns.answer=NAME or columns.row=NAME."),
         ([{"row": 3, "completion": "x"}], "row 0: row is 3; {data} has no such row."),
-        ([{"id": "z", "completion": "x"}], "row 0: id is 'z'; {data} has no such row."),
         ([{"row": 0, "completion": "x"}, {"row": 1.5, "completion": "x"}], "row 1: row is 1.5; it"),
-        ([{"id": "a", "completion": "x"}, {"id": None, "completion": "x"}], "row 1: id is None"),
         (
             [{"row": row, "completion": "x"} for row in (1, 0, 1, 0, 1)],
             "there are 2 of the problem of line 1 and 3 of that of line 0 (counted from 0)",
