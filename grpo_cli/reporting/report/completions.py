@@ -8,7 +8,7 @@ A table of two completions of one prompt:
     step, problem, columns                       [1, 1], [0, 0], [1, 1]
     completion, reward, advantage                ["5", "6"], [1, 0], [0.7, -0.7]
     parts                                        {"exact_match": [1, 0]}
-    first_token, tokens                          [0, 2], [2, 2]: their range in the arrays
+    tokens                                       see `tokens_of`; null: without colours
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_cli.reporting.run_folder import RunFolder
 LEFT_OUT = "\n… {:,} characters left out …\n"
 LEAST_CHARACTERS = 400  # kept of a completion, however many there are
 EPISODE = ("messages", "turns", "stop_reason", "env_rewards", "env_metrics", "env_error")
-# Steps in which values of tokens are rounded, to store them as two bytes each.
+# Steps in which values of tokens are rounded, to store them as short integers.
 LOGPROB_STEP = 0.01
 ADVANTAGE_STEP = 0.001
 SHARED = ("characters", "tokens", "image_bytes")  # limits that the runs of a report share
@@ -45,7 +45,7 @@ class ReportLimits:
     completions: int = 20_000
     characters: int = 16_000_000  # of all completions, of all prompts, and of all episodes
     text: int = 20_000  # characters of one completion or prompt
-    tokens: int = 3_000_000  # tokens that are stored with colours
+    tokens: int = 1_000_000  # tokens that are stored with colours
     image_bytes: int = 1_500_000
 
     def divided(self, runs: int, completions: int) -> ReportLimits:
@@ -54,17 +54,8 @@ class ReportLimits:
         return replace(self, completions=completions // runs, **shares)
 
 
-@dataclass
-class Completions:
-    """The blocks of the page that hold completions."""
-
-    table: dict[str, Any] = field(default_factory=dict)
-    tokens: bytes = b""  # the arrays of `token_arrays`, concatenated
-    images: dict[str, Any] = field(default_factory=dict)
-
-
-def read(run: RunFolder, limits: ReportLimits) -> Completions:
-    """Reads the completions of a run, at most `limits`.
+def read(run: RunFolder, limits: ReportLimits) -> dict[str, Any]:
+    """Returns the table of a run's completions, at most `limits`.
 
     Raises:
         UserError: a file is damaged.
@@ -80,23 +71,23 @@ def read(run: RunFolder, limits: ReportLimits) -> Completions:
     pictures = Pictures(limits.image_bytes)
     rows = [row for step, most in chosen.items() for row in read_rows(files[step], most)]
     table, kept_texts = columns_of(rows, facts.right(run.recipe), limits)
-    arrays, tokens = token_arrays(rows, kept_texts, limits.tokens)
-    used = arrays.pop("used")
+    tokens, used = tokens_of(rows, kept_texts, limits.tokens)
     tokenizer = token_texts.load(run) if rows else None
-    texts = token_texts.texts_of(tokenizer, used) if tokenizer else None
     if tokenizer and (ids := rows[0].get("prompt_ids")) is not None:
         prompt = tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         table["first_prompt"] = shortened(prompt, limits.text)[0]
-    table |= {"vocabulary": texts, **(tokens if texts is not None else {})}
+    table["vocabulary"] = token_texts.texts_of(tokenizer, used) if tokenizer else None
+    table["tokens"] = tokens if tokenizer else [None] * len(rows)
     numbers = [[pictures.add(cell) for cell in row.get(IMAGES) or ()] for row in rows]
     table |= {
         "images": numbers if any(numbers) else None,
         "stored": sum(counts.values()),
         "stored_steps": len(counts),
-    }
-    images = {"urls": pictures.urls, "sizes": pictures.sizes, "left_out": pictures.left_out}
-    data = b"".join(arrays.values()) if texts is not None else b""
-    return Completions(table, data, images)
+        "pictures": {
+            "urls": pictures.urls, "sizes": pictures.sizes, "left_out": pictures.left_out,
+        },
+    }  # fmt: skip
+    return table
 
 
 def chosen_steps(counts: Mapping[int, int], most: int) -> dict[int, int]:
@@ -125,19 +116,8 @@ def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
         table = pyarrow.parquet.read_table(file).slice(0, most)
     columns: dict[str, Sequence[Any]] = {}
     for name in table.column_names:
-        column = table[name].combine_chunks()
-        if isinstance(column, pyarrow.ChunkedArray):
-            column = pyarrow.concat_arrays(column.chunks) if column.num_chunks else column
-        if name == IMAGES or not pyarrow.types.is_list(column.type):
-            columns[name] = column.to_pylist()
-        else:
-            values = column.flatten().to_numpy(zero_copy_only=False)
-            lengths = column.value_lengths().to_pylist()
-            ends = np.cumsum([length or 0 for length in lengths])
-            columns[name] = [
-                None if length is None else values[end - length : end]
-                for length, end in zip(lengths, ends, strict=True)
-            ]
+        is_tokens = name != IMAGES and pyarrow.types.is_list(table[name].type)
+        columns[name] = table[name].to_numpy() if is_tokens else table[name].to_pylist()
     names = [*columns]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -247,59 +227,39 @@ def episodes(rows: Sequence[Mapping[str, Any]], limits: ReportLimits) -> dict[st
     return found
 
 
-def token_arrays(
+def tokens_of(
     rows: Sequence[Mapping[str, Any]], whole: Sequence[bool], most: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays of tokens as bytes, and the start of each completion's tokens in them.
+) -> tuple[list[dict[str, list[int]] | None], list[int]]:
+    """Returns the tokens of each completion, and the ids of all of them: the vocabulary.
 
-    The arrays: the indices of the ids in the vocabulary; −log-probability in steps of 0.01; if
-    tokens have advantages of their own, these in steps of 0.001; and a byte for each token, which
-    is 1 if the model has not sampled it. All but the last store their low bytes before their high
-    bytes, which gzip compresses better.
+    For example, {"ids": [0, 4], "logprobs": [21, 3], "foreign": [0, 1]}: the indices of the ids in
+    the vocabulary; −log-probability in steps of 0.01; and 1 for each token that the model has not
+    sampled. If tokens have advantages of their own, also "advantages" in steps of 0.001.
 
     Args:
-        whole: completions whose tokens may be shown. most: largest number of tokens; above it,
-            only every k-th completion keeps its tokens.
+        whole: completions whose tokens may be shown.
+        most: largest number of tokens; above it, only every k-th completion keeps its tokens.
     """
-    lengths = [len(r["completion_ids"]) if _has_tokens(r) else 0 for r in rows]
-    total = sum(n for n, is_whole in zip(lengths, whole, strict=True) if is_whole)
-    every = max(1, -(-total // most)) if most > 0 else 0
-    kept = [
-        every > 0 and i % every == 0 and n > 0 and is_whole
-        for i, (n, is_whole) in enumerate(zip(lengths, whole, strict=True))
+    lengths = [
+        len(r["completion_ids"]) if is_whole and _has_tokens(r) else 0
+        for r, is_whole in zip(rows, whole, strict=True)
     ]
-    shown = [row for row, is_kept in zip(rows, kept, strict=True) if is_kept]
-    places = {"first_token": [-1] * len(rows), "tokens": [0] * len(rows)}
-    start = 0
-    for i, is_kept in enumerate(kept):
-        if is_kept:
-            places["first_token"][i], places["tokens"][i] = start, lengths[i]
-            start += lengths[i]
-    if not shown:
-        return {"used": []}, {**places, "token_total": 0, "token_advantages": False}
-    ids = np.concatenate([np.asarray(r["completion_ids"], np.int64) for r in shown])
-    used, inverse = np.unique(ids, return_inverse=True)
-    if len(used) > 1 << 16:  # more tokens than two bytes can number: the rarest become one
-        order = np.argsort(-np.bincount(inverse))[: (1 << 16) - 1]
-        place = np.full(len(used), (1 << 16) - 1)
-        place[order] = np.arange(len(order))
-        used, inverse = np.append(used[order], -1), place[inverse]
-    logprobs = np.concatenate([_filled(r, "sampling_logprobs") for r in shown])
-    own = any(r.get("token_advantages") is not None for r in shown)
-    foreign = np.concatenate([~_filled(r, "sampled", 1.0).astype(bool) for r in shown])
-    arrays: dict[str, Any] = {
-        "ids": _planes(inverse),
-        "logprobs": _planes(np.clip(np.round(-logprobs / LOGPROB_STEP), 0, 65_535)),
-    }
-    if own:
-        values = np.concatenate(
-            [_filled(r, "token_advantages", float(r.get("advantage") or 0.0)) for r in shown]
-        )
-        steps = np.clip(np.round(values / ADVANTAGE_STEP), -32_768, 32_767)
-        arrays["advantages"] = _planes(steps)
-    arrays["foreign"] = foreign.astype(np.uint8).tobytes()
-    arrays["used"] = [int(i) for i in used]
-    return arrays, {**places, "token_total": len(ids), "token_advantages": own}
+    every = max(1, -(-sum(lengths) // most))
+    kept = [i for i, n in enumerate(lengths) if n and i % every == 0]
+    if not kept:
+        return [None] * len(rows), []
+    used = np.unique(np.concatenate([rows[i]["completion_ids"] for i in kept]))
+    found: list[dict[str, list[int]] | None] = [None] * len(rows)
+    for i in kept:
+        row = rows[i]
+        cells = {"ids": np.searchsorted(used, row["completion_ids"])}
+        cells["logprobs"] = -_numbers(row["sampling_logprobs"]) / LOGPROB_STEP
+        if (own := row.get("token_advantages")) is not None:
+            cells["advantages"] = _numbers(own) / ADVANTAGE_STEP
+        if (sampled := row.get("sampled")) is not None:
+            cells["foreign"] = 1 - _numbers(sampled)
+        found[i] = {name: np.round(v).astype(int).tolist() for name, v in cells.items()}
+    return found, used.tolist()
 
 
 def _has_tokens(row: Mapping[str, Any]) -> bool:
@@ -307,15 +267,6 @@ def _has_tokens(row: Mapping[str, Any]) -> bool:
     return ids is not None and logprobs is not None and len(ids) == len(logprobs)
 
 
-def _filled(row: Mapping[str, Any], name: str, missing: float = 0.0) -> Any:
-    values = row.get(name)
-    length = len(row["completion_ids"])
-    if values is None or len(values) != length:
-        return np.full(length, missing)
+def _numbers(values: Any) -> Any:
+    """Returns numbers as an array, with 0 in place of NaN."""
     return np.nan_to_num(np.asarray(values, np.float64))
-
-
-def _planes(values: Any) -> bytes:
-    """Returns integers as two bytes each: all low bytes, then all high bytes."""
-    pairs = np.asarray(values).astype(np.int64).astype("<u2").view(np.uint8).reshape(-1, 2)
-    return pairs[:, 0].tobytes() + pairs[:, 1].tobytes()

@@ -27,7 +27,7 @@ from grpo_cli import __version__
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.interpolation import masker
 from grpo_cli.reporting.report import completions, curves, facts
-from grpo_cli.reporting.report.completions import Completions, ReportLimits
+from grpo_cli.reporting.report.completions import ReportLimits
 from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.reporting.status import write_text
 
@@ -48,7 +48,7 @@ class RunData:
     """The parts of a run that the report shows."""
 
     head: dict[str, Any]  # facts and curves: small, read first
-    completions: Completions
+    completions: dict[str, Any]
 
 
 class Report:
@@ -116,9 +116,7 @@ def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str
     mask = masker()
     blocks = {"head": json_block(head, mask)}
     for number, run in enumerate(runs):
-        blocks[f"completions-{number}"] = json_block(run.completions.table, mask)
-        blocks[f"tokens-{number}"] = packed(run.completions.tokens)
-        blocks[f"images-{number}"] = json_block(run.completions.images, mask)
+        blocks[f"completions-{number}"] = json_block(run.completions, mask)
     script = "\n".join(["(() => {", "'use strict';", *map(_asset, SCRIPTS), "})();"])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     template = jinja2.Environment(
@@ -144,7 +142,8 @@ def json_block(value: Any, mask: Callable[[str], str]) -> str:
     text = json.dumps(
         masked_tree(value, mask), ensure_ascii=False, separators=(",", ":"), allow_nan=False
     )
-    return packed(text.encode("utf-8", "replace"))
+    data = gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)
+    return base64.b64encode(data).decode("ascii")
 
 
 def masked_tree(value: Any, mask: Callable[[str], str]) -> Any:
@@ -159,11 +158,6 @@ def masked_tree(value: Any, mask: Callable[[str], str]) -> Any:
     if isinstance(value, float) and value - value != 0:
         return None
     return value
-
-
-def packed(data: bytes) -> str:
-    """Returns bytes as gzip in base64, the same for the same bytes."""
-    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")
 
 
 def _asset(name: str) -> str:

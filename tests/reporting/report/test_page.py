@@ -42,7 +42,7 @@ def test_texts_of_a_model_are_no_markup(tmp_path: Path) -> None:
     html = made(folder)
     assert HOSTILE not in html
     assert "<b>name" not in html
-    assert html.count("</script>") == 5
+    assert html.count("</script>") == 3
     assert block(html, "completions-0")["completion"] == [HOSTILE] * 2
 
 

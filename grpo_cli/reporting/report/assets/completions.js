@@ -17,20 +17,19 @@ function completionsTab() {
   const host = h('div', { class: 'stack' });
   const open = async (i) => {
     host.replaceChildren(h('p', { class: 'loading', role: 'status' }, 'Unpacking the completions …'));
-    const data = await completionsOf(i);
+    const table = await completionsOf(i);
     const switcher = report.two ? segments('Run', report.runs.map((run, k) => [String(k), run.label]), String(i), (k) => open(Number(k))) : null;
-    host.replaceChildren(...[switcher, browser(data, report.runs[i])].filter(Boolean));
+    host.replaceChildren(...[switcher, browser(table, report.runs[i])].filter(Boolean));
     host.dataset.ready = 'true';
   };
   open(0);
   return host;
 }
 
-function browser(data, run) {
-  const { table } = data;
+function browser(table, run) {
   const total = table.completion.length;
   if (!total) return missing(table.stored ? 'The report was written without completions.' : 'No completions are stored (log.completions_every).');
-  const view = { filter: 'all', query: '', step: '', row: '', order: 'step', colours: hasAnyTokens(data) ? 'logprob' : 'none', found: [], open: 0 };
+  const view = { filter: 'all', query: '', step: '', row: '', order: 'step', colours: hasAnyTokens(table) ? 'logprob' : 'none', found: [], open: 0 };
   const steps = [...new Set(table.step)];
   const list = h('ol', { class: 'list' });
   const detail = h('article', { class: 'detail', 'aria-live': 'polite' });
@@ -63,7 +62,7 @@ function browser(data, run) {
   function showList() {
     const more = view.found.length > LISTED ? `; the first ${LISTED} are listed` : '';
     counter.textContent = `${whole.format(view.found.length)} of ${count(total, 'completion')}${more}`;
-    list.replaceChildren(...view.found.slice(0, LISTED).map((i, k) => h('li', {}, item(data, i, k, view, () => { view.open = k; mark(); showOne(true); }))));
+    list.replaceChildren(...view.found.slice(0, LISTED).map((i, k) => h('li', {}, item(table, i, k, view, () => { view.open = k; mark(); showOne(true); }))));
     if (!view.found.length) list.replaceChildren(h('li', { class: 'missing' }, 'No completion matches.'));
     mark();
     showOne();
@@ -74,9 +73,9 @@ function browser(data, run) {
   }
 
   function showOne(scroll = false) {
-    legendHost.replaceChildren(...[colourLegend(hasAnyTokens(data) ? view.colours : 'none')].filter(Boolean));
+    legendHost.replaceChildren(...[colourLegend(hasAnyTokens(table) ? view.colours : 'none')].filter(Boolean));
     const i = view.found[view.open];
-    detail.replaceChildren(...(i === undefined ? [] : one(data, i, view, run, goTo)).flat().filter(Boolean));
+    detail.replaceChildren(...(i === undefined ? [] : one(table, i, view, run, goTo)).flat().filter(Boolean));
     if (scroll && matchMedia('(max-width: 860px)').matches) detail.scrollIntoView({ block: 'start' });
   }
 
@@ -84,7 +83,7 @@ function browser(data, run) {
   function goTo(i) {
     view.open = view.found.indexOf(i);
     mark();
-    detail.replaceChildren(...one(data, i, view, run, goTo).flat().filter(Boolean));
+    detail.replaceChildren(...one(table, i, view, run, goTo).flat().filter(Boolean));
   }
 
   update();
@@ -93,7 +92,7 @@ function browser(data, run) {
       h('label', { class: 'field grow' }, h('span', {}, 'Search'), search), stepBox, h('label', { class: 'field narrow' }, h('span', {}, 'Row'), row), orderBox,
       h('div', { class: 'field' }, h('span', {}, 'Colours'), colours)),
     h('div', { class: 'chips', role: 'group', 'aria-label': 'Filters' }, chips),
-    h('p', { class: 'note' }, sentences(data).join(' ')),
+    h('p', { class: 'note' }, sentences(table).join(' ')),
     table.first_prompt ? h('details', { id: 'first-prompt' }, h('summary', {}, 'The first prompt, as the model reads it'),
       messageBox('prompt', table.first_prompt, { foreign: true })) : null,
     h('div', { class: 'browser' },
@@ -101,23 +100,22 @@ function browser(data, run) {
       h('div', { class: 'detail-side' }, legendHost, detail)));
 }
 
-function hasAnyTokens(data) {
-  return Boolean(data.arrays && data.table.vocabulary);
+function hasAnyTokens(table) {
+  return table.tokens.some(Boolean);
 }
 
 // The note on completions that the report leaves out.
-function sentences(data) {
-  const { table, images } = data;
+function sentences(table) {
   const said = [];
   const kept = table.completion.length;
   if (kept < table.stored) said.push(`${whole.format(kept)} of the ${count(table.stored, 'stored completion')}: those of ${new Set(table.step).size} of ${count(table.stored_steps, 'step')}.`);
   if (table.shortened) said.push(`${count(table.shortened, 'long completion')} without their middle.`);
-  if (!hasAnyTokens(data)) said.push('No colours: the tokens are not stored, or the tokenizer is not on the machine that wrote the report.');
+  if (!hasAnyTokens(table)) said.push('No colours: the tokens are not stored, or the tokenizer is not on the machine that wrote the report.');
   else {
-    const coloured = table.first_token.filter((f) => f >= 0).length;
+    const coloured = table.tokens.filter(Boolean).length;
     if (coloured < kept) said.push(`${whole.format(coloured)} completions have colours; the others are shown plain, for the size of the report.`);
   }
-  if (images.left_out) said.push(`${count(images.left_out, 'image')} left out, for the size of the report.`);
+  if (table.pictures.left_out) said.push(`${count(table.pictures.left_out, 'image')} left out, for the size of the report.`);
   return said;
 }
 
@@ -147,7 +145,7 @@ function select(table, view) {
     step: (i) => table.step[i], newest: (i) => -table.step[i],
     advantage: (i) => -(table.advantage[i] ?? -Infinity), disadvantage: (i) => table.advantage[i] ?? Infinity,
     reward: (i) => -(table.reward[i] ?? -Infinity), unreward: (i) => table.reward[i] ?? Infinity,
-    longest: (i) => -(table.tokens?.[i] || table.completion[i].length),
+    longest: (i) => -(table.tokens[i]?.ids.length ?? table.completion[i].length),
   };
   const key = keys[view.order];
   return found.sort((a, b) => key(a) - key(b) || a - b);
@@ -165,20 +163,18 @@ function preview(text, length = 90) {
   return line.length > length ? `${line.slice(0, length)}…` : line;
 }
 
-function item(data, i, place, view, onclick) {
-  const { table } = data;
+function item(table, i, place, view, onclick) {
   const p = table.problem[i];
   const picture = table.images?.[i]?.find((n) => n >= 0);
   return h('button', { type: 'button', class: 'item', 'data-place': place, 'data-index': i, onclick },
-    picture === undefined ? null : h('img', { src: data.images.urls[picture], alt: '', class: 'thumb' }),
+    picture === undefined ? null : h('img', { src: table.pictures.urls[picture], alt: '', class: 'thumb' }),
     h('span', { class: 'item-text' },
       h('span', { class: 'item-head' }, verdict(table, i), h('span', {}, `step ${table.step[i]} · row ${table.problems[p][0]}`), h('b', {}, number(table.reward[i]))),
       h('span', { class: 'item-prompt' }, preview(table.texts[table.problems[p][1]])),
       h('span', { class: 'item-completion' }, preview(table.completion[i]) || '(empty)')));
 }
 
-function one(data, i, view, run, goTo) {
-  const { table } = data;
+function one(table, i, view, run, goTo) {
   const p = table.problem[i];
   const cells = table.episodes[i] || {};
   const columns = parsed(table.texts[table.columns[i]], {}) || {};
@@ -187,7 +183,7 @@ function one(data, i, view, run, goTo) {
     ...Object.entries(table.parts).map(([n, v]) => [n, number(v[i])]),
     ...Object.entries(table.extras).flatMap(([n, v]) => (v[i] === null || v[i] === undefined ? [] : [[n, typeof v[i] === 'number' ? number(v[i]) : String(v[i])]])),
     ['ended', cells.stop_reason || table.finish[i] || '–'],
-    ...(hasTokens(data, i) ? [['tokens', whole.format(table.tokens[i])]] : []),
+    ...(hasTokens(table, i) ? [['tokens', whole.format(table.tokens[i].ids.length)]] : []),
   ];
   const rewards = { ...parsed(cells.env_rewards, {}), ...parsed(cells.env_metrics, {}) };
   return [
@@ -197,7 +193,7 @@ function one(data, i, view, run, goTo) {
       hasFailed(table, i) ? h('span', { class: 'pill bad' }, 'failed') : null),
     h('dl', { class: 'facts small' }, [...facts, ...Object.entries(rewards).map(([k, v]) => [k, number(v)])].map(([k, v]) => h('div', {}, h('dt', {}, k), h('dd', {}, v)))),
     cells.env_error ? h('p', { class: 'error' }, cells.env_error) : null,
-    h('div', { class: 'conversation' }, imagesOf(data, i), promptBoxes(table.texts[table.problems[p][1]]), completionBoxes(data, i, view.colours)),
+    h('div', { class: 'conversation' }, imagesOf(table, i), promptBoxes(table.texts[table.problems[p][1]]), completionBoxes(table, i, view.colours)),
     Object.keys(columns).length ? h('details', { open: Object.keys(columns).length < 4 }, h('summary', {}, 'Columns of the row'),
       grid([{ title: 'column' }, { title: 'value' }], Object.entries(columns).map(([k, v]) => [k, h('span', { class: 'value' }, typeof v === 'string' ? v : JSON.stringify(v))]), 'Columns of the row')) : null,
     others(table, i, goTo),

@@ -38,12 +38,11 @@ function promptBoxes(text) {
   return messages.map((m) => messageBox(m.role, contentOf(m), { foreign: true }));
 }
 
-function completionBoxes(data, i, mode) {
-  const { table } = data;
+function completionBoxes(table, i, mode) {
   const cells = table.episodes[i];
   const messages = cells?.messages ? parsed(cells.messages, []) : [];
-  const colours = mode !== 'none' && hasTokens(data, i);
-  if (!messages.length) return [messageBox('assistant', colours ? tokenSpans(data, i, mode) : table.completion[i], { title: 'completion' })];
+  const colours = mode !== 'none' && hasTokens(table, i);
+  if (!messages.length) return [messageBox('assistant', colours ? tokenSpans(table, i, mode) : table.completion[i], { title: 'completion' })];
   const turns = (parsed(cells.turns, []) || []).filter((t) => t.by === 'model');
   let number_ = 0;
   return messages.map((m) => {
@@ -51,19 +50,19 @@ function completionBoxes(data, i, mode) {
     if (m.role !== 'assistant') return messageBox(m.role, [contentOf(m), ...calls], { foreign: true, title: m.name ? `${m.role} ${m.name}` : m.role });
     const turn = turns[number_];
     number_ += 1;
-    const body = colours && turn ? tokenSpans(data, i, mode, turn.start, turn.end) : [contentOf(m), ...calls];
+    const body = colours && turn ? tokenSpans(table, i, mode, turn.start, turn.end) : [contentOf(m), ...calls];
     const extra = turn && turn.reward !== null && turn.reward !== undefined ? h('span', { class: 'pill' }, `reward ${number(turn.reward)}`) : null;
     return messageBox('assistant', body, { title: `assistant, turn ${number_} `, extra });
   });
 }
 
-function imagesOf(data, i) {
-  const numbers = data.table.images?.[i] || [];
+function imagesOf(table, i) {
+  const numbers = table.images?.[i] || [];
   if (!numbers.length) return null;
   return h('div', { class: 'pictures' }, numbers.map((n) => {
     if (n < 0) return h('p', { class: 'missing' }, n === -1 ? 'image left out (size of the report)' : 'image not stored, or unreadable');
-    const [width, height] = data.images.sizes[n];
-    return h('figure', {}, h('img', { src: data.images.urls[n], alt: `image of the prompt, ${width} × ${height} pixels`, class: Math.max(width, height) < 100 ? 'pixels' : null }),
+    const [width, height] = table.pictures.sizes[n];
+    return h('figure', {}, h('img', { src: table.pictures.urls[n], alt: `image of the prompt, ${width} × ${height} pixels`, class: Math.max(width, height) < 100 ? 'pixels' : null }),
       h('figcaption', {}, `${width} × ${height}`));
   }));
 }

@@ -14,47 +14,13 @@ async function unpack(name) {
   const node = document.getElementById(`block-${name}`);
   const packed = new Blob([bytesOf(node.textContent)]).stream();
   node.textContent = ''; // the memory is needed once
-  const stream = packed.pipeThrough(new DecompressionStream('gzip'));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
-async function unpackJson(name) {
-  return JSON.parse(new TextDecoder().decode(await unpack(name)));
-}
-
-// Whole numbers of two bytes: all low bytes, then all high bytes.
-function joinPlanes(bytes, start, count, isSigned) {
-  const values = isSigned ? new Int16Array(count) : new Uint16Array(count);
-  for (let i = 0; i < count; i++) values[i] = bytes[start + i] | (bytes[start + count + i] << 8);
-  return values;
-}
-
-function tokenArrays(table, bytes) {
-  const count = table.token_total || 0;
-  if (!count || !bytes.length) return null;
-  let start = 0;
-  const next = (isSigned) => {
-    const values = joinPlanes(bytes, start, count, isSigned);
-    start += 2 * count;
-    return values;
-  };
-  const arrays = { ids: next(false), logprobs: next(false), advantages: null, foreign: null };
-  if (table.token_advantages) arrays.advantages = next(true);
-  arrays.foreign = bytes.subarray(start, start + count);
-  return arrays;
+  return new Response(packed.pipeThrough(new DecompressionStream('gzip'))).json();
 }
 
 // Reads the completions of a run once; the page is already there.
 function completionsOf(number) {
   const run = report.runs[number];
-  run.loading ??= (async () => {
-    const [table, bytes, images] = await Promise.all([
-      unpackJson(`completions-${number}`),
-      unpack(`tokens-${number}`),
-      unpackJson(`images-${number}`),
-    ]);
-    return { table, arrays: tokenArrays(table, bytes), images };
-  })();
+  run.loading ??= unpack(`completions-${number}`);
   return run.loading;
 }
 

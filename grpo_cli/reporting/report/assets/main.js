@@ -60,7 +60,7 @@ function page() {
 }
 
 async function open_() {
-  report.head = await unpackJson('head');
+  report.head = await unpack('head');
   report.runs = report.head.runs;
   report.two = report.runs.length > 1;
   report.runs.forEach((run, i) => {

@@ -2,23 +2,22 @@
 
 const MOST_TOKENS = 12000; // drawn of one completion
 
-function hasTokens(data, i) {
-  return Boolean(data.arrays && data.table.first_token[i] >= 0 && data.table.vocabulary);
+function hasTokens(table, i) {
+  return Boolean(table.tokens[i]);
 }
 
 // Returns the tokens from `from` to `to` of a completion as elements.
-function tokenSpans(data, i, mode, from = 0, to = Infinity) {
-  const { table, arrays } = data;
-  const start = table.first_token[i];
-  const end = Math.min(table.tokens[i], to, from + MOST_TOKENS);
-  const scale = advantageScale(data);
+function tokenSpans(table, i, mode, from = 0, to = Infinity) {
+  const tokens = table.tokens[i];
+  const length = tokens.ids.length;
+  const end = Math.min(length, to, from + MOST_TOKENS);
+  const scale = advantageScale(table);
   const spans = [];
   for (let at = from; at < end; at++) {
-    const k = start + at;
-    const text = table.vocabulary[arrays.ids[k]];
-    const isForeign = arrays.foreign[k] === 1;
-    const logprob = -arrays.logprobs[k] / 100;
-    const advantage = arrays.advantages ? arrays.advantages[k] / 1000 : table.advantage[i];
+    const text = table.vocabulary[tokens.ids[at]];
+    const isForeign = tokens.foreign?.[at] === 1;
+    const logprob = -tokens.logprobs[at] / 100;
+    const advantage = tokens.advantages ? tokens.advantages[at] / 1000 : table.advantage[i];
     const tip = isForeign ? 'not sampled by the model'
       : `log-prob ${number(logprob)}, probability ${number(Math.exp(logprob))}${advantage === null ? '' : `, advantage ${number(advantage)}`}`;
     const span = h('span', { class: `token${isForeign ? ' foreign' : ''}`, title: `${JSON.stringify(text)}: ${tip}` }, visible(text));
@@ -28,7 +27,7 @@ function tokenSpans(data, i, mode, from = 0, to = Infinity) {
     }
     spans.push(span);
   }
-  if (end < Math.min(table.tokens[i], to)) spans.push(h('span', { class: 'note' }, ` … ${whole.format(Math.min(table.tokens[i], to) - end)} more tokens`));
+  if (end < Math.min(length, to)) spans.push(h('span', { class: 'note' }, ` … ${whole.format(Math.min(length, to) - end)} more tokens`));
   return spans;
 }
 
@@ -37,12 +36,12 @@ function visible(text) {
 }
 
 // The advantage that has the full colour: larger than 95 % of all.
-function advantageScale(data) {
-  if (!data.scale) {
-    const sizes = data.table.advantage.map((v) => Math.abs(v ?? 0)).filter((v) => v > 0).sort((a, b) => a - b);
-    data.scale = sizes[Math.floor(0.95 * (sizes.length - 1))] || 1;
+function advantageScale(table) {
+  if (!table.scale) {
+    const sizes = table.advantage.map((v) => Math.abs(v ?? 0)).filter((v) => v > 0).sort((a, b) => a - b);
+    table.scale = sizes[Math.floor(0.95 * (sizes.length - 1))] || 1;
   }
-  return data.scale;
+  return table.scale;
 }
 
 function colourLegend(mode) {
