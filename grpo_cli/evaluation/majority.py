@@ -24,12 +24,10 @@ TEXT_SECONDS = 2.0  # limit for reading the answer of one text
 
 @dataclass(frozen=True)
 class Ballot:
-    """The completions of one problem, grouped by answer."""
+    """The number of completions of one problem in each class of equal answers."""
 
-    answers: list[str]  # [classes]: first answer of each class, in order of appearance
-    votes: list[list[int]]  # [classes]: indices of the completions with that answer
+    votes: list[int]  # [classes], in order of appearance
     right: set[int]  # indices of the right classes: at most one
-    abstained: list[int]  # indices of completions without an answer
 
 
 def count(
@@ -46,31 +44,28 @@ def count(
         right: whether the reward judges each completion right.
         same: returns whether two answers are equal.
     """
-    ballot = Ballot([], [], set(), [])
+    votes: list[int] = []
+    first: list[str] = []  # the first answer of each class
+    right_class: int | None = None
     known: dict[str, int] = {}  # index of a class of wrong answers, by each spelling
-    for completion, (answer, is_right) in enumerate(zip(answers, right, strict=True)):
+    for answer, is_right in zip(answers, right, strict=True):
         if is_right:
-            its = next(iter(ballot.right), None)
-            if its is not None:
-                ballot.answers[its] = ballot.answers[its] or answer or ""
+            its = right_class
         elif answer is None:
-            ballot.abstained.append(completion)
             continue
-        else:
-            its = known.get(answer)
-            if its is None:
-                wrong = (i for i in range(len(ballot.answers)) if i not in ballot.right)
-                its = next((i for i in wrong if same(ballot.answers[i], answer)), None)
+        elif (its := known.get(answer)) is None:
+            wrong = (i for i in range(len(votes)) if i != right_class)
+            its = next((i for i in wrong if same(first[i], answer)), None)
         if its is None:
-            its = len(ballot.answers)
-            ballot.answers.append(answer or "")
-            ballot.votes.append([])
+            its = len(votes)
+            first.append(answer or "")
+            votes.append(0)
         if is_right:
-            ballot.right.add(its)
+            right_class = its
         elif answer is not None:
             known[answer] = its
-        ballot.votes[its].append(completion)
-    return ballot
+        votes[its] += 1
+    return Ballot(votes, set() if right_class is None else {right_class})
 
 
 def count_in_pool(

@@ -71,7 +71,7 @@ class ProblemStats:
             lengths=[r.completion.sampled_tokens for r in rollouts if r.completion.ids],
             truncated=[r.completion.finish_reason == "length" for r in rollouts if ends_known],
             answered=answered,
-            votes=None if ballot is None else [len(v) for v in ballot.votes],
+            votes=None if ballot is None else ballot.votes,
             right_votes=[] if ballot is None else sorted(ballot.right),
             breakdown={c: str(columns[c]) for c in breakdown if columns.get(c) is not None},
             calls=[r.completion.tool_calls for r in rollouts],
