@@ -52,8 +52,14 @@ def main(argv: list[str]) -> None:
     given, settings = parse_with_runs(ReportOptions, argv, "grpo report", 2)
     runs = [RunFolder.open(word, name) for word, name in zip(given, ("RUN", "OTHER"), strict=False)]
     path = output_path(runs, settings.output)
-    written, size = write(runs, path, settings.completions)
-    print(f"report: {shown(written.resolve())} ({size / 1e6:.1f} MB)")
+    limits = ReportLimits().divided(len(runs), settings.completions)
+    compared = compare(*runs) if len(runs) == 2 else None
+    data = [page.read(run, limits) for run in runs]
+    try:
+        size = page.write(data, path, compared)
+    except OSError as error:
+        raise UserError(f"--output = {path}: cannot be written: {error.strerror}.") from error
+    print(f"report: {shown(path.resolve())} ({size / 1e6:.1f} MB)")
 
 
 def output_path(runs: Sequence[RunFolder], given: str | None) -> Path:
@@ -63,30 +69,13 @@ def output_path(runs: Sequence[RunFolder], given: str | None) -> Path:
         UserError: it is a folder, a device, or a file of a run that the report would replace.
     """
     path = runs[0].path / page.NAME if given is None else Path(given).expanduser()
-    if path.is_dir():
-        raise UserError(f"--output = {given}: is a folder; give a file such as report.html.")
     if path.exists() and not path.is_file():
-        raise UserError(f"--output = {given}: is not a plain file; give one such as report.html.")
+        raise UserError(f"--output = {given}: is no file; give one such as report.html.")
     real = Path(os.path.realpath(path))  # `resolve` raises at a loop of links
     is_of_run = any(real.is_relative_to(run.path.resolve()) for run in runs)
     if is_of_run and path.exists() and not page.is_report(path):
         raise UserError(f"--output = {path}: is a file of the run; give a new one.")
     return path
-
-
-def write(runs: Sequence[RunFolder], path: Path, completions: int) -> tuple[Path, int]:
-    """Writes the report of one run or of two; returns its path and its size in bytes.
-
-    Raises:
-        UserError: the report cannot be written, or a file of a run cannot be read.
-    """
-    limits = ReportLimits().divided(len(runs), completions)
-    compared = compare(*runs) if len(runs) == 2 else None
-    data = [page.read(run, limits) for run in runs]
-    try:
-        return path, page.write(data, path, compared)
-    except OSError as error:
-        raise UserError(f"--output = {path}: cannot be written: {error.strerror}.") from error
 
 
 def compare(first: RunFolder, second: RunFolder) -> dict[str, Any]:

@@ -37,8 +37,6 @@ from grpo_cli.training.scorers import MADE_UP
 
 CHUNK = 256  # completions between two updates of the progress bar
 CHUNKS_AHEAD = 4
-# Options of Hydra that print something and run nothing.
-SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
 USAGE = """\
 grpo score reward=NAME input=FILE              completions of a file or a run
 grpo score recipe=NAME row=N completion=TEXT   one completion of a row
@@ -75,9 +73,6 @@ def main(argv: list[str]) -> None:
     options, words = split_options(argv, "grpo score: scores once")
     has_recipe = any(w.startswith("recipe=") for w in words)
     own, rest = split(ScoreOptions, words)
-    if any(o.partition("=")[0] in SHOWING for o in options):
-        compose_and_call([*rest, *options], lambda cfg: None, BARE)
-        return
     request = parse(ScoreOptions, own)
     if (request.input is None) == (request.row is None):
         raise UserError(

@@ -48,12 +48,10 @@ class Pictures:
         size = image.size
         image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         file = io.BytesIO()
-        is_small = max(size) <= 128  # likely a drawing; photos are larger
-        image.save(file, *(("PNG",) if is_small else ("WEBP",)), quality=80)
-        kind = "png" if is_small else "webp"
+        # Up to 128 pixels it is likely a drawing.
+        image.save(file, "WEBP", quality=80, lossless=max(size) <= 128)
         self._held += file.tell()
-        self.urls.append(
-            f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
-        )
+        encoded = base64.b64encode(file.getvalue()).decode("ascii")
+        self.urls.append(f"data:image/webp;base64,{encoded}")
         self.sizes.append(size)
         return len(self.urls) - 1

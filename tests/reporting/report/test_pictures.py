@@ -10,7 +10,7 @@ def test_each_image_is_held_once() -> None:
     assert [pictures.add(cell) for cell in [*cells, cells[0]]] == [0, 1, 0]
     assert len(pictures.urls) == 2
     assert pictures.sizes == [RED.size, (6, 4)]
-    assert all(url.startswith("data:image/png;base64,") for url in pictures.urls)
+    assert all(url.startswith("data:image/webp;base64,") for url in pictures.urls)
 
 
 def test_what_is_no_picture_and_what_has_no_room() -> None:
