@@ -30,7 +30,7 @@ from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Model
 
 USAGE = """\
-grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge] [--quantization=NAME]
+grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge]
 
 Writes the model of a checkpoint as a plain model folder, which transformers,
 vLLM and others load. Of a checkpoint with an adapter it writes the adapter,
@@ -62,12 +62,6 @@ class ExportOptions:
         "Write the model with its adapter merged in, in place of the adapter. The sum is made in "
         "float32, and is not quantized.",
     )
-    quantization: str | None = knob(
-        None,
-        "With --merge: quantization that the base model had in training; default: the one that the "
-        "checkpoint's recipe names.",
-        choices=("none", "nf4"),
-    )
     trust: bool = knob(
         False,
         "Run the code that comes with the model, and load the model that an adapter names, though "
@@ -88,14 +82,12 @@ def main(argv: list[str]) -> None:
             f"outputs/NAME/checkpoints/step-100 my-model; got {' '.join(rest) or 'nothing'}."
         )
     given, out = rest
-    if settings.quantization is not None and not settings.merge:
-        raise UserError("grpo export: --quantization: is only read with --merge.")
     path = find_checkpoint(given)
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     folder, is_own = Path(out).expanduser(), provenance.is_own(path)
     trust = settings.trust or is_own
     with off_import_path(not trust):
-        total, files = export(path, folder, dtype, trust, settings.merge, settings.quantization)
+        total, files = export(path, folder, dtype, trust, settings.merge)
     if is_own:
         provenance.note_own(folder)
     number = f"{files} files" if files > 1 else "one file"
@@ -123,14 +115,12 @@ def export(
     dtype: torch.dtype | None = None,
     trust: bool = False,
     merge: bool = False,
-    quantized: str | None = None,
 ) -> tuple[int, int]:
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
         trust: whether to apply all of the checkpoint's own recipe.
         merge: write the model with its adapter merged in, in place of the adapter.
-        quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
 
     Returns:
         (bytes of weights, files of weights).
@@ -155,7 +145,7 @@ def export(
     try:
         with tempfile.TemporaryDirectory(prefix="grpo-") as made:
             if merge:
-                tensors, files = merged(path, quantized, Path(made))
+                tensors, files = merged(path, Path(made))
             elif loads:
                 tensors, files = sharded(path, dtype)
             else:
@@ -246,14 +236,13 @@ def trained_model(path: Path) -> dict[str, Any]:
     return read_yaml(path / provenance.RECIPE).get("model") or {}
 
 
-def merged(path: Path, quantized: str | None, made: Path) -> tuple[Tensors, Path]:
+def merged(path: Path, made: Path) -> tuple[Tensors, Path]:
     """Returns the tensors of the model with its adapter merged in, and the folder of other files.
 
     The model must fit in memory. If it was quantized in training, it is quantized again from the
     same dtype and dequantized, since the adapter has learnt to correct these weights.
 
     Args:
-        quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
         made: empty folder, which the other files are written to.
     """
     trained = trained_model(path)
@@ -261,7 +250,7 @@ def merged(path: Path, quantized: str | None, made: Path) -> tuple[Tensors, Path
     config = Model(dtype="auto", dropout=None, **kept)
     config.dtype = loading.stored_dtype(config, path)
     dtype = getattr(torch, config.dtype)  # dtype of the base model's files
-    config.quantization = quantized or trained.get("quantization", config.quantization)
+    config.quantization = trained.get("quantization", config.quantization)
     if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
         config.dtype = trained["dtype"]
     model, tokenizer = loading.load(config, path)
