@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.lookup import find_model
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.command_line import DEFAULT_RECIPE, split_options
+from grpo_cli.config.command_line import DEFAULT_RECIPE, quoted, split_options
 from grpo_cli.config.compose import BARE, compose_and_call, given_keys
 from grpo_cli.config.knob import knob
 from grpo_cli.config.recipe import Recipe
@@ -133,15 +133,8 @@ def spelt_out(word: str) -> list[str]:
             raise UserError(
                 f"{word}: two files are called {name}; name one with benchmark.NAME.data=FILE."
             )
-        out.append(f"benchmark.{name}.data={as_override(os.path.realpath(path))}")
+        out.append(f"benchmark.{name}.data={quoted(os.path.realpath(path))}")
     return [*([f"benchmark={','.join(names)}"] if names else []), *out]
-
-
-def as_override(text: str) -> str:
-    """Quotes a string for Hydra's grammar, unless it is a simple path."""
-    if re.fullmatch(r"[\w./:-]+", text, flags=re.ASCII):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Path]:

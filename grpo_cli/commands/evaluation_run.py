@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
@@ -42,18 +43,14 @@ def evaluate_model(prepared: Prepared, path: str, settings: Mapping[str, Any]) -
     """
     recipe = prepared.recipe
     workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
-    with workers.raise_together():
-        lock = Lock(prepared.folder) if workers.is_main else None
-    try:
-        _evaluate_model(prepared, path, settings, workers)
-    finally:
-        if lock is not None:
-            lock.release()
+    with contextlib.ExitStack() as stack:
+        with workers.raise_together():
+            if workers.is_main:
+                stack.callback(Lock(prepared.folder).release)
+        _evaluate(prepared, path, settings, workers)
 
 
-def _evaluate_model(
-    prepared: Prepared, path: str, settings: Mapping[str, Any], workers: Workers
-) -> None:
+def _evaluate(prepared: Prepared, path: str, settings: Mapping[str, Any], workers: Workers) -> None:
     recipe = prepared.recipe
     reporter = Reporter(recipe, prepared.folder, workers.is_main)
     with workers.raise_together():

@@ -19,10 +19,6 @@ from grpo_cli.errors import UserError
 from grpo_cli.files import open_file, reading
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, RunFolder
 
-# Columns of tokens take most of a file; only episodes show a number of tokens.
-TOKENS = ("prompt_ids", "sampling_logprobs", IMAGES)
-TOKENS_OF_EPISODES = ("completion_ids", "token_advantages", "sampled")
-
 
 @dataclass
 class Followed:
@@ -140,9 +136,7 @@ def best_and_worst(path: Path) -> list[Sample]:
     import pyarrow.parquet
 
     with reading(path), open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
-        names = set(file.schema_arrow.names)
-        skipped = {*TOKENS, *(() if "turns" in names else TOKENS_OF_EPISODES)}
-        table = file.read(columns=sorted(names - skipped))
+        table = file.read(columns=[n for n in file.schema_arrow.names if n != IMAGES])
     rewards = [-math.inf if r is None else r for r in table["reward"].to_pylist()]
     known = [i for i, reward in enumerate(rewards) if math.isfinite(reward)] or [0]
     best, worst = max(known, key=rewards.__getitem__), min(known, key=rewards.__getitem__)

@@ -95,4 +95,3 @@ def test_the_highest_and_the_lowest_reward(
     write_parquet(path, [completion_row(3, group, i) for i in range(len(rewards))])
     found = best_and_worst(path)
     assert [sample.text for sample in found] == [str(i) for i in expected]
-    assert found[0].ids is None, "columns of tokens are read of episodes only"
