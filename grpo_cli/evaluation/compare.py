@@ -15,8 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.paired import paired
 from grpo_cli.evaluation.settings import Benchmark
@@ -25,7 +23,7 @@ from grpo_cli.scoring import registry
 from grpo_cli.scoring.settings import function_of, own_first
 
 USAGE = """\
-grpo eval compare A/eval.json B/eval.json [output=FILE]
+grpo eval compare A/eval.json B/eval.json
 
 Prints how B differs from A on the rows that both have: the accuracies, their difference with a 95%
 interval and a p-value, and the rows that flipped. A and B are evaluations of the same problems,
@@ -34,7 +32,6 @@ the folders.
 
 In `flipped +G -L`, G rows went from less than half of their completions right in A to more than
 half in B, and L rows the other way round; exactly half, in either, is not a flip.
-
 """
 
 QUESTION = "question"
@@ -44,13 +41,6 @@ SAMPLING = {  # settings of eval.json that are compared
     "generation": ("max_completion_tokens",),
 }
 COLUMNS = ["benchmark", "mode", "row", "correct", "columns"]
-
-
-@dataclass
-class CompareOptions:
-    """The arguments of `grpo eval compare`; all others are the two evaluations."""
-
-    output: str | None = knob(None, "File to write everything to as JSON, with each flipped row.")
 
 
 @dataclass(frozen=True)
@@ -73,23 +63,17 @@ def main(words: Sequence[str]) -> None:
     """Runs `grpo eval compare` with the words that follow it.
 
     Raises:
-        UserError: the words are not two files and output=FILE; also as in `compare`.
+        UserError: the words are not two files; also as in `compare`.
     """
     if {"-h", "--help"} & {*words}:
-        print(USAGE + described(CompareOptions), end="")
+        print(USAGE, end="")
         return
-    own, files = split(CompareOptions, words)
-    output = parse(CompareOptions, own).output
-    if len(files) != 2:
+    if len(words) != 2:
         raise UserError(
             "grpo eval compare: give two files, such as A/eval.json B/eval.json, or two folders; "
-            f"got {' and '.join(files) or 'none'}."
+            f"got {' and '.join(words) or 'none'}."
         )
-    found = compare(Path(files[0]), Path(files[1]), Console(highlight=False))
-    if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-        Path(output).write_text(text, encoding="utf-8")
+    compare(Path(words[0]), Path(words[1]), Console(highlight=False))
 
 
 def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
