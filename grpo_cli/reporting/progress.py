@@ -90,7 +90,6 @@ class Bar:
         self.console, self.name, self.total = console, name, total
         self.last_line = 0.0
         self.marks = [(0, time.monotonic())]  # (done, time in seconds)
-        self.held_back: str | None = None  # the newest line, if it was not written
         self.bar: _WithLineBelow | None = None
 
     def start_at(self, done: int) -> None:
@@ -123,14 +122,10 @@ class Bar:
             bar.below = below
             bar.update(bar.task_ids[0], completed=done, text=text, left=remaining)
             return
-        self.held_back = "  ".join(
-            filter(None, (f"{self.name} {done}/{self.total}", text, remaining))
-        )
-        if below:
-            self.held_back += f"\n  {below}"
         if always or done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
-            self._write()
+            line = "  ".join(filter(None, (f"{self.name} {done}/{self.total}", text, remaining)))
+            self.console.print(line + (f"\n  {below}" if below else ""), soft_wrap=True)
 
     def _show(self, done: int) -> _WithLineBelow:
         if self.bar is None:
@@ -147,13 +142,7 @@ class Bar:
             self.bar.start()
         return self.bar
 
-    def _write(self) -> None:
-        if self.held_back is not None:
-            self.console.print(self.held_back, soft_wrap=True)
-            self.held_back = None
-
     def close(self) -> None:
-        self._write()
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

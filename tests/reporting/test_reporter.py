@@ -81,7 +81,7 @@ def test_lines_that_cannot_be_written_are_kept_until_they_can(
 def test_a_step_whose_completions_are_cut_off(
     cut: float, reporter: Reporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reporter.console.quiet = False
+    reporter.console.quiet, reporter.progress.last_line = False, -9.0
     reporter.step(2, {**STEP, "completions/clipped_ratio": cut})
     reporter.close()
     said = "75% of completions cut off by generation.max_completion_tokens"
