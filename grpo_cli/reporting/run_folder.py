@@ -7,12 +7,10 @@ For example, with `run = RunFolder.open("outputs/demo")`:
     run.recipe["loss"]["beta"]              # the stored recipe, as a plain dict
     run.metrics()[-1]["reward"]             # the newest complete line of metrics.jsonl
     run.completions(20)                     # the file of step 20's completions
-    run.is_running                          # whether a process writes to it now
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from dataclasses import dataclass
@@ -21,16 +19,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.checkpoints import lock, provenance
+from grpo_cli.checkpoints import provenance
 from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.data.stored_completions import steps_stored
-from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
 from grpo_cli.files import LONGEST, json_object, read_json, read_text, read_yaml
 
 METRICS = "metrics.jsonl"
 ALARMS = "alarms.jsonl"
 STATUS = "status.json"
+LOST_SECONDS = 90.0  # without news a run is gone; on a network disk news may be a minute late
 
 
 @dataclass(frozen=True)
@@ -118,35 +116,6 @@ class RunFolder:
         new = [p for p in found if p.with_name(re.sub(r"_\d+$", "", p.name)) not in {*found} - {p}]
         steps = {p: step_of(Path(p.relative_to(self.path).parts[1])) for p in new}
         return dict(sorted(steps.items(), key=itemgetter(1)))
-
-    @property
-    def is_running(self) -> bool | None:
-        """Whether a process holds the folder's lock; None if it is not known.
-
-        It is not known for a process of another machine, or if the file cannot be read. The lock is
-        tried only if the process that took it is alive: a try holds it for a moment, in which a run
-        that starts would be refused.
-        """
-        path = self.path / lock.NAME
-        if not os.path.lexists(path):
-            return False
-        try:
-            holder = re.match(r"process (\d+) on (\S+),", read_text(path))
-        except UserError:
-            return None
-        if holder is None:
-            return False
-        if holder[2] != heartbeat.node():
-            return None
-        try:
-            os.kill(int(holder[1]), 0)
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # held; or a process of another user
-            return True
-        except OSError:  # no such process, or a file system without locks
-            return False
-        return False
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

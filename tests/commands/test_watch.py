@@ -29,7 +29,6 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(following, "time", clock)
     monkeypatch.chdir(tmp_path)
     folder = write_run(Path("outputs/tiny"))
-    (folder / ".lock").write_text("process 4242 on n7, since 2027-01-15 08:00:00\n")
     write_completions(folder, 100, TEXTS, [1.0, 0.0, 0.1, 0.9])
     write_completions(folder, 120, TEXTS, [0.9, 0.0, 0.1, 1.0])
     return folder

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from grpo_cli.distributed import heartbeat
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.progress import measure_of
+from grpo_cli.reporting.run_folder import LOST_SECONDS
 
 RECENT = 20  # steps from which the time of the next ones is estimated
-FRESH_SECONDS = 5.0  # a live process writes its status within it, even on a busy disk
-LOST_SECONDS = 90.0  # the same for another node, whose files may show a minute late (NFS)
+QUIET_SECONDS = 15.0  # without news, which are then mentioned
 LEVELS = "▁▂▃▄▅▆▇█"
 ENDS = ("ended", "stopped", "failed")
 
@@ -33,32 +33,20 @@ class Health(NamedTuple):
 
 
 def health(run: Followed) -> Health:
-    """Returns the state of a run, from its status, the status's age and the lock of its folder.
-
-    A status that changes means a live process, whatever the lock says: some file systems have no
-    locks. Without news, a free lock means that the process is gone. Locks of another node are not
-    visible, so that only the age counts there.
-    """
+    """Returns the state of a run, from its status and the status's age."""
     status, age = run.status, run.age
     if status is None or age is None:
-        # The run has just begun, or its status.json is lost.
-        if run.holds_lock:
-            return Health("training" if run.step else "starting", "runs; it has no status.json")
         if run.summary is not None:
             return Health("ended", f"ended after step {run.step}")
-        if run.holds_lock is None:
-            return Health("unknown", "of another node, and without status.json: may run or not")
-        return Health("stopped", "does not run, and has not ended")
+        return Health("unknown", "has no status.json: may run or not")
     state, where = str(status.get("state")), activity(status)
     if state in ENDS:
         message = status.get("message")
         return Health(state, f"{state} after step {run.step}" + (f": {message}" if message else ""))
-    if run.holds_lock is False and age > FRESH_SECONDS:
-        return Health("dead", f"its process was killed: last in {where}")
-    if run.holds_lock is None and age > LOST_SECONDS:
+    if age > LOST_SECONDS:
         text = f"seems dead: no news from {status.get('node')} for {duration(age)}; last in {where}"
         return Health("dead", text)
-    if age > 3 * FRESH_SECONDS:
+    if age > QUIET_SECONDS:
         return Health(state, f"{where}; no news for {duration(age)}")
     return Health(state, where)
 

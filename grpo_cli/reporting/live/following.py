@@ -32,7 +32,6 @@ class Followed:
     recipe: dict[str, Any] = field(default_factory=dict)
     checkpoints: list[int] = field(default_factory=list)  # their steps
     samples: list[Sample] = field(default_factory=list)  # `best_and_worst` of the newest step
-    holds_lock: bool | None = None  # `RunFolder.is_running`
     age: float | None = None  # seconds since the status was written
 
     def __post_init__(self) -> None:
@@ -91,7 +90,6 @@ class Followed:
                         self.samples = best_and_worst(self.folder.completions(stored[-1]))
         except (OSError, UserError):  # replaced meanwhile on a network disk, or damaged
             self._stamps.clear()
-        self.holds_lock = self.folder.is_running
         self._read_status(time.monotonic() if now is None else now)
 
     def _read_status(self, now: float) -> None:

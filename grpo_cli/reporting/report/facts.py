@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from grpo_cli.config.keys import KNOBS
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.saved_recipe import changes
 from grpo_cli.files import read_json
-from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.reporting.run_folder import LOST_SECONDS, RunFolder
 from grpo_cli.scoring.settings import Reward, function_of, own_first
 
 
@@ -34,7 +35,7 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
         "recipe": recipe.get("recipe") or "",
         "description": recipe.get("description") or "",
         "steps": recipe.get("steps"),
-        "state": state(run, summary, status),
+        "state": state(summary, status),
         "message": publishable(status.get("message")) if summary is None else None,
         "device": (summary or status).get("device"),
         "processes": (summary or status).get("processes"),
@@ -54,18 +55,17 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
     }
 
 
-def state(run: RunFolder, summary: Mapping[str, Any] | None, status: Mapping[str, Any]) -> str:
+def state(summary: Mapping[str, Any] | None, status: Mapping[str, Any]) -> str:
     """Returns the state of the run.
 
-    finished; running; elsewhere: perhaps running on another machine; stopped or failed, as its
-    status says; ended: without a summary, for example after a kill.
+    finished; running; stopped or failed, as its status says; ended: without a summary, for example
+    after a kill.
     """
     if summary is not None:
         return "finished"
-    if (running := run.is_running) or running is None:
-        return "running" if running else "elsewhere"
-    noted = str(status.get("state"))
-    return noted if noted in ("stopped", "failed") else "ended"
+    if (noted := status.get("state")) in ("stopped", "failed"):
+        return str(noted)
+    return "running" if time.time() - status.get("time", 0.0) < LOST_SECONDS else "ended"
 
 
 def evaluation(folder: Path, step: int) -> Iterator[dict[str, Any]]:

@@ -24,22 +24,16 @@ def status(**values: Any) -> dict[str, Any]:
 
 
 @table(
-    ("holds_lock", "age", "state", "said"),
+    ("age", "state", "said"),
     [
-        (True, 1.0, "training", "step 12, generate for 5 s"),
-        (True, 60.0, "training", "step 12, generate for 5 s; no news for 1 min 00 s"),
-        (False, 1.0, "training", "step 12, generate for 5 s"),  # a file system without locks
-        (False, 6.0, "dead", "its process was killed: last in step 12, generate for 5 s"),
-        (None, 6.0, "training", "step 12, generate for 5 s"),  # another node
-        (None, 80.0, "training", "step 12, generate for 5 s; no news for 1 min 20 s"),
-        (None, 7200.0, "dead", "seems dead: no news from n7 for 2 h 00 min; last in step 12, "
-         "generate for 5 s"),
+        (1.0, "training", "step 12, generate for 5 s"),
+        (60.0, "training", "step 12, generate for 5 s; no news for 1 min 00 s"),
+        (7200.0, "dead", "seems dead: no news from n7 for 2 h 00 min; last in step 12, generate "
+         "for 5 s"),
     ],
 )  # fmt: skip
-def test_a_living_process_and_a_dead_one(
-    holds_lock: bool | None, age: float, state: str, said: str
-) -> None:
-    assert health(followed(status=status(), age=age, holds_lock=holds_lock)) == (state, said)
+def test_a_living_process_and_a_dead_one(age: float, state: str, said: str) -> None:
+    assert health(followed(status=status(), age=age)) == (state, said)
 
 
 @table(
@@ -52,7 +46,7 @@ def test_a_living_process_and_a_dead_one(
 )
 def test_an_end_needs_no_news(state: str, message: str | None, said: str) -> None:
     written = status(state=state, message=message)
-    run = followed([{"step": 3}], status=written, age=1e6, holds_lock=False)
+    run = followed([{"step": 3}], status=written, age=1e6)
     assert health(run) == (state, said)
     assert not health(run).is_live
 

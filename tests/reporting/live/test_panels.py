@@ -52,7 +52,7 @@ def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     """Its files lack most keys."""
     (tmp_path / "recipe.yaml").write_text("seed: 1\n", encoding="utf-8")
     lines = [line.plain for line in panels.view(followed(tmp_path), CONSOLE)]
-    assert lines[1] == "● stopped  does not run, and has not ended"
+    assert lines[1] == "● unknown  has no status.json: may run or not"
     assert lines[2] == "step 0"
     assert lines[-3] == "memory not recorded · no checkpoint yet"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n', encoding="utf-8")

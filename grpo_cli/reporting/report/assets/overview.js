@@ -2,7 +2,7 @@
 
 const STATES = {
   finished: ['finished', 'good'], running: ['running', 'info'], stopped: ['stopped', 'warn'], failed: ['failed', 'bad'],
-  ended: ['ended without a summary', 'warn'], elsewhere: ['perhaps running on another machine', 'info'],
+  ended: ['ended without a summary', 'warn'],
 };
 
 function overviewTab() {
