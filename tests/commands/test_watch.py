@@ -25,7 +25,7 @@ TEXTS = ["The answer is 2.", "It is\nthree.", "漢字 かな", "2"]
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run of another node, whose status is half a second old."""
-    clock = SimpleNamespace(time=lambda: NOW + 0.5, monotonic=lambda: 100.0)
+    clock = SimpleNamespace(time=lambda: NOW + 0.5)
     monkeypatch.setattr(following, "time", clock)
     monkeypatch.chdir(tmp_path)
     folder = write_run(Path("outputs/tiny"))

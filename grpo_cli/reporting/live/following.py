@@ -36,7 +36,6 @@ class Followed:
 
     def __post_init__(self) -> None:
         self._stamps: dict[str, tuple[int, ...] | None] = {}
-        self._seen: tuple[float, float] | None = None  # time in the status, and when it changed
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -64,12 +63,8 @@ class Followed:
         values = (line.get(name) for line in self.metrics)
         return [value for value in values if isinstance(value, (int, float))]
 
-    def poll(self, now: float | None = None) -> None:
-        """Reads the files that have changed.
-
-        Args:
-            now: a monotonic time in seconds.
-        """
+    def poll(self) -> None:
+        """Reads the files that have changed, and the status."""
         try:
             if self._has_changed(METRICS):
                 self.metrics = self.folder.metrics()
@@ -90,25 +85,10 @@ class Followed:
                         self.samples = best_and_worst(self.folder.completions(stored[-1]))
         except (OSError, UserError):  # replaced meanwhile on a network disk, or damaged
             self._stamps.clear()
-        self._read_status(time.monotonic() if now is None else now)
-
-    def _read_status(self, now: float) -> None:
-        """Reads the status and its age.
-
-        Once it has been seen to change, its age is counted by this machine's clock, since clocks of
-        two nodes may differ.
-        """
         with contextlib.suppress(OSError, UserError):
             self.status = self.folder.status()
         written = (self.status or {}).get("time")
-        if written is None:
-            self.age = self._seen = None
-            return
-        if self._seen is None:
-            self._seen = (written, now - max(0.0, time.time() - written))
-        elif self._seen[0] != written:
-            self._seen = (written, now)
-        self.age = now - self._seen[1]
+        self.age = None if written is None else max(0.0, time.time() - written)
 
     def _has_changed(self, name: str) -> bool:
         """Returns whether a file or folder has changed since the last poll."""

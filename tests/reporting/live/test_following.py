@@ -1,7 +1,6 @@
 """A run that is followed while it grows, is cut back and is begun again."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +59,6 @@ def test_a_run_that_is_begun_anew(folder: Path) -> None:
     run.poll()
     assert (run.step, run.alarms, run.summary, run.steps) == (0, [], None, 7)
     assert (run.values("reward"), run.samples) == ([], [])
-
-
-def test_the_age_of_the_status_is_counted_by_this_clock_once_it_changes(folder: Path) -> None:
-    """The other node's clock is an hour behind."""
-    run = Followed(RunFolder(folder))
-    behind = time.time() - 3600
-    (folder / "status.json").write_text(json.dumps({"time": behind}), encoding="utf-8")
-    run.poll(now=50.0)
-    assert run.age == pytest.approx(3600, abs=5)
-    (folder / "status.json").write_text(json.dumps({"time": behind + 1}), encoding="utf-8")
-    run.poll(now=51.0)
-    assert run.age == 0
-    run.poll(now=58.5)
-    assert run.age == 7.5
-    (folder / "status.json").write_text("{", encoding="utf-8")
-    run.poll(now=59.0)
-    assert run.age == 8.0
-    (folder / "status.json").unlink()
-    run.poll(now=60.0)
-    assert run.age is None
 
 
 @table(
