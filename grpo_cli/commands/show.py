@@ -20,8 +20,8 @@ grpo show RUN [--step=N] [--number=K] [--row=N] [--order=worst]
 
 Prints completions that a run or an evaluation has stored, turn by turn: the
 messages of the model, of tools and of environments (dimmed), the reward at each
-turn, and why the episode ended. A prompt with images has their number and
-sizes; their tokens are shown as <image>.
+turn, and why the episode ended. A prompt with images has their number; their
+tokens are shown as <image>.
 
   RUN                      Folder of a run, a checkpoint or an evaluation, or a
                            file of completions.

@@ -177,25 +177,13 @@ def examples_of(config: Benchmark, mode: str) -> list[dict[str, Any]]:
 
 
 def check_examples(name: str, config: Benchmark, mode: str) -> None:
-    """Checks that `shots` examples have a solution in a mode and the columns of its prompt.
-
-    Raises:
-        UserError: too few examples, or an example lacks a column that the prompt names.
-    """
+    """Raises a UserError if fewer than `shots` examples have a solution in a mode."""
     shown = examples_of(config, mode)
     if len(shown) < config.shots:
         raise UserError(
             f"benchmark.{name}.shots = {config.shots}: {len(shown)} of benchmark.{name}.examples "
             f"have {mode}, their solution in that mode."
         )
-    for number, one in enumerate(shown):
-        for column in tables.columns_named(config.prompts[mode]):
-            if column not in one:
-                raise UserError(
-                    f"benchmark.{name}.examples: number {number}, counted from 0, lacks "
-                    f"{column!r}, which benchmark.{name}.modes.{mode}.prompt names; it has "
-                    f"{listed(one)}."
-                )
 
 
 def make_prompts(

@@ -204,7 +204,3 @@ class Eval:
             yield "eval.k: is only read with eval.metric = pass or maj; it is mean."
         if not self.mode:
             yield "eval.mode: is empty; give one or more, such as cot,tir."
-        for key in ("mode", "metric", "k"):
-            values = getattr(self, key)
-            if len(set(values)) < len(values):
-                yield f"eval.{key} = {values}: names one of them twice."

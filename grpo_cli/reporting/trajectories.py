@@ -16,7 +16,7 @@ from rich.text import Text
 from grpo_cli.config.interpolation import printable
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
-from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.errors import counted
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -34,7 +34,7 @@ def body(sample: Sample, prompt_characters: int | None = None) -> list[Text]:
     """
     parts = list(_shortened(sample, prompt_characters))
     if sample.images:
-        parts.append(Text(f"  {_pictures(sample.images)}", style="bold blue"))
+        parts.append(Text(f"  {counted(len(sample.images), 'image')}", style="bold blue"))
     episode = sample.episode
     if episode is None or not episode["messages"]:
         own = {"role": "assistant", "content": sample.prefill + sample.text}
@@ -95,19 +95,6 @@ def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = N
         said.append("→ " + printable(f"{function.get('name')}({arguments})"))
     text.append("\n".join(said), style="dim not bold default" if foreign else "not bold default")
     return text
-
-
-def _pictures(images: Sequence[StoredImage]) -> str:
-    """Returns "2 images: 640 x 480, 32 x 32"."""
-    sizes = []
-    for image in images:
-        try:
-            width, height = image.size
-            sizes.append(f"{width:,} x {height:,}")
-        except ImageError:
-            sizes.append("unreadable")
-    several = "s" if len(images) > 1 else ""
-    return f"{len(images)} image{several}: {', '.join(sizes)}"
 
 
 def head(sample: Sample) -> str:

@@ -251,12 +251,7 @@ class Plain:
         ({"chat": True}, "cot", "benchmark.mine.chat = true: the tokenizer has no chat template"),
         ({"system": "S"}, "cot", "benchmark.mine.system: is only read where the prompt is a chat,"),
         ({"shots": 3}, "tir", "benchmark.mine.shots = 3: 2 of benchmark.mine.examples have tir"),
-        (
-            {"shots": 1, "cot": "{question}{answer}"},
-            "cot",
-            "benchmark.mine.examples: number 0, counted from 0, lacks 'answer', which "
-            "benchmark.mine.modes.cot.prompt names; it has cot, question, tir.",
-        ),
+        ({"shots": 1, "cot": "{question}{answer}"}, "cot", "benchmark.mine.modes.cot.prompt: row "),
         ({"cot": "{answer[1]}"}, "cot", "benchmark.mine.modes.cot.prompt: row 1 of "),
     ],
 )

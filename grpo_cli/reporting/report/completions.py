@@ -14,7 +14,7 @@ A table of two completions of one prompt:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class ReportLimits:
     """The most that a report holds; more would make it slow to open and to send."""
 
     completions: int = 20_000
-    characters: int = 16_000_000  # of all completions, of all prompts, and of all episodes
+    characters: int = 16_000_000  # of all completions, and of all episodes
     text: int = 20_000  # characters of one completion or prompt
     tokens: int = 1_000_000  # tokens that are stored with colours
     image_bytes: int = 1_500_000
@@ -122,26 +122,6 @@ def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-@dataclass
-class Texts:
-    """A list of distinct strings, truncated to limits."""
-
-    longest: int
-    most: int  # characters of all of them, above which further ones are cut to LEAST_CHARACTERS
-    texts: list[str] = field(default_factory=list)
-    _places: dict[str, int] = field(default_factory=dict)
-    _characters: int = 0
-
-    def place(self, text: str) -> int:
-        """Returns the index of a string, which is added if it is new."""
-        if text not in self._places:
-            self._places[text] = len(self.texts)
-            longest = self.longest if self._characters < self.most else LEAST_CHARACTERS
-            self.texts.append(shortened(text, longest)[0])
-            self._characters += len(self.texts[-1])
-        return self._places[text]
-
-
 def shortened(text: str, longest: int) -> tuple[str, int]:
     """Returns a string, without its middle if too long, and the number of missing characters."""
     missing = len(text) - longest
@@ -163,14 +143,18 @@ def columns_of(
     if rows:
         share = limits.characters // len(rows)
         longest = min(longest, max(LEAST_CHARACTERS, share))
-    texts, mask = Texts(limits.text, limits.characters), masker()
+    texts, mask = dict[str, int](), masker()  # prompts and columns, each with its index
+
+    def place(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
     problems: dict[tuple[int, int], int] = {}
     cut = [shortened(str(row.get("completion") or ""), longest) for row in rows]
     whole = [not missing and mask(text) == text for text, missing in cut]
     number = partial(_number, rows)
     problem = []
     for row in rows:
-        key = (int(row.get("row") or 0), texts.place(str(row.get("prompt") or "")))
+        key = (int(row.get("row") or 0), place(str(row.get("prompt") or "")))
         problem.append(problems.setdefault(key, len(problems)))
     names = dict.fromkeys(name for row in rows for name in row)
     parts = {n.removeprefix("rewards/"): number(n) for n in names if n.startswith("rewards/")}
@@ -180,12 +164,12 @@ def columns_of(
         if n.startswith("extras/")
     }
     table = {
-        "texts": texts.texts,
-        "problems": [[row, place] for row, place in problems],
+        "problems": [[row, prompt] for row, prompt in problems],
         "step": [int(row["step"]) for row in rows],
         "problem": problem,
         "sample": [row.get("sample") for row in rows],
-        "columns": [texts.place(row.get("columns") or "{}") for row in rows],
+        "columns": [place(row.get("columns") or "{}") for row in rows],
+        "texts": [shortened(text, limits.text)[0] for text in texts],
         "completion": [text for text, _ in cut],
         "shortened": sum(missing > 0 for _, missing in cut),
         "reward": number("reward"),
