@@ -2,7 +2,7 @@
 
 A step with P = 2 prompts and G = 3 completions each:
 
-    prompts  [Prompt("2+3="), Prompt("9+9=")]                          from data.PromptStream
+    prompts  [Prompt("2+3="), Prompt("9+9=")]                          from data.prompts
     groups   [Group(prompt, [Rollout, Rollout, Rollout]), Group(...)]  sampled and scored
     samples  the same groups, of TrainingSample                        with advantages
     batches  WeightedSample of each completion that trains             for an optimizer step

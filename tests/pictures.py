@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.data import images, other_columns
+from grpo_cli.data import images
+from grpo_cli.data.prompts import other_columns
 from grpo_cli.data.rows import Rows
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.records import Group

@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from grpo_cli import data
 from grpo_cli.config import parsing
 from grpo_cli.config.command_line import split_options
 from grpo_cli.config.compose import BARE, compose_and_call, given_keys
@@ -26,6 +25,8 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.data import images, stored_completions
 from grpo_cli.data.conversations import text_of
+from grpo_cli.data.prompts import other_columns, prompt_text
+from grpo_cli.data.rows import load_rows
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation.estimates import quantile
@@ -123,16 +124,16 @@ def _score_one(
 ) -> None:
     assert request.row is not None
     dataset = recipe.dataset
-    rows = data.load_rows(dataset, request.split)
+    rows = load_rows(dataset, request.split)
     if request.row >= len(rows.rows):
         raise UserError(
             f"row = {request.row}: {rows.source} has {len(rows.rows):,} rows, counted from 0."
         )
     row = rows.rows[request.row]
     text = sys.stdin.read() if request.completion == "-" else request.completion
-    prompt = data.prompt_text(row, dataset, request.row)
+    prompt = prompt_text(row, dataset, request.row)
     of_row = images.of_row(rows, request.row, row, prompt, dataset.max_pixels)
-    prompt, columns = of_row.prompt, data.other_columns(row) | data.other_columns(of_row.columns)
+    prompt, columns = of_row.prompt, other_columns(row) | other_columns(of_row.columns)
     sample = Sample(request.row, prompt, text, None, columns)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
     scorer.check_images([columns])

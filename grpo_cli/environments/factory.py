@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli import data
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function, is_coroutine_function
+from grpo_cli.data.prompts import other_columns, prompt_text
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import NAME_COLUMN
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from grpo_cli.environments.rollouter import Rollouter
 
 
-def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) -> Sessions | None:
+def open_sessions(recipe: Recipe, parts: Iterable[tuple[Rows, Dataset]]) -> Sessions | None:
     """Returns the `Sessions` of the recipe after a trial of each environment; None without any.
 
     Args:
@@ -47,7 +48,7 @@ def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) ->
 
 
 def first_rows(
-    sessions: Sessions, parts: Iterable[tuple[data.Rows, Dataset]]
+    sessions: Sessions, parts: Iterable[tuple[Rows, Dataset]]
 ) -> dict[str, dict[str, Any]]:
     """Returns the first row of each environment with its prompt, as `reset` gets it.
 
@@ -62,8 +63,8 @@ def first_rows(
                 continue
             line, row = rows.line(number), rows.rows[number]
             name = known_name(row, sessions, f"{rows.source}, row {line}: ")
-            prompt = data.prompt_text(row, dataset, line)
-            firsts[name] = {**data.other_columns(row), "prompt": prompt}
+            prompt = prompt_text(row, dataset, line)
+            firsts[name] = {**other_columns(row), "prompt": prompt}
     return firsts
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli import data
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, encode, fill, unchanged
+from grpo_cli.data.rows import Rows
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_yaml
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 class LoadedBenchmark:
     """A benchmark's rows and the scorer that judges their completions."""
 
-    rows: data.Rows
+    rows: Rows
     scorer: Scorer
 
 
-def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
+def load(name: str, config: Benchmark, limit: int | None = None) -> Rows:
     """Returns the rows of a benchmark, checked against its prompts and its reward.
 
     Args:
@@ -74,7 +74,7 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
             if cell is None or (column in gold and is_missing(cell)):
                 empty = "null" if cell is None else "empty"
                 raise UserError(f"{source_key}, row {number}: the column {column!r} is {empty}.")
-    return data.Rows(source, table.column_names, table)
+    return Rows(source, table.column_names, table)
 
 
 def rename_columns(table: Any, name: str, config: Benchmark, source: str) -> Any:
@@ -190,7 +190,7 @@ def make_prompts(
     name: str,
     config: Benchmark,
     mode: str,
-    rows: data.Rows,
+    rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: Mapping[str, Any] | None = None,
     vision: VisionProcessor | None = None,

@@ -16,9 +16,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli import data
 from grpo_cli.data import images
-from grpo_cli.data.rows import check_columns, columns_named
+from grpo_cli.data.prompts import other_columns
+from grpo_cli.data.rows import Rows, check_columns, columns_named
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
@@ -115,7 +115,7 @@ def load(
     for row, cells, own in problems:
         first = own[0]
         text = first.prompt or _problem_text(cells, path, name, config, mode)
-        others = data.other_columns(cells)
+        others = other_columns(cells)
         if rows is not None:
             others |= images.of_columns(rows, row, others, max_pixels)
         pictures = first.images or tuple(images.in_columns(others))
@@ -228,7 +228,7 @@ def _with_own_answers(
 
 
 def _joined(
-    samples: Sequence[Sample], rows: data.Rows, path: Path, name: str, config: Benchmark
+    samples: Sequence[Sample], rows: Rows, path: Path, name: str, config: Benchmark
 ) -> list[Problem]:
     """Builds problems whose gold answers are in the benchmark's data, `rows`.
 

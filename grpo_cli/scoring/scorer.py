@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.data import Rows, images, other_columns, stored_completions
-from grpo_cli.data.rows import check_columns
+from grpo_cli.data import images, stored_completions
+from grpo_cli.data.prompts import other_columns
+from grpo_cli.data.rows import Rows, check_columns
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError

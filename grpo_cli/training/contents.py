@@ -27,8 +27,10 @@ from grpo_cli.checkpoints.lookup import file_hash
 from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import local_path
-from grpo_cli.data import Rows, RowStream, files
+from grpo_cli.data import files
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import NamedRows
+from grpo_cli.data.streaming import RowStream
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_json

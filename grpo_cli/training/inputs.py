@@ -11,11 +11,20 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from grpo_cli import data
 from grpo_cli.config import sources
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.conversations import Schemas
+from grpo_cli.data.prompts import (
+    MixtureStream,
+    PromptStream,
+    images_of,
+    make_prompts,
+    mixed,
+    solution_pairs,
+)
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset
+from grpo_cli.data.streaming import StreamedPrompts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
 from grpo_cli.environments.chat import Chat
@@ -62,9 +71,9 @@ def build_model(
     by_name = sessions is not None and sessions.spec.by_name
     pairs: list[tiny.Pair] = []
     for part in train.values() if build.warmup_steps else ():
-        own = list(data.solution_pairs(part.rows, part.dataset))
+        own = list(solution_pairs(part.rows, part.dataset))
         texts, reads = [prompt for prompt, _ in own], build.vision_layers > 0
-        rows = data.images_of(part.rows, texts, part.dataset.max_pixels, reads_images=reads)
+        rows = images_of(part.rows, texts, part.dataset.max_pixels, reads_images=reads)
         names = part.rows.column(NAME_COLUMN) if by_name else [""] * len(own)
         for (_, solution), row, name in zip(own, rows, names, strict=True):
             pairs.append(tiny.Pair(row.prompt, solution, tools[str(name)], row.images))
@@ -84,7 +93,7 @@ def build_model(
 
 def make_stream(
     prepared: Prepared, loaded: LoadedModel, say: Callable[[str], None]
-) -> data.PromptStream:
+) -> PromptStream:
     """Returns the stream of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
     seed, dataset = recipe.seed, recipe.dataset
@@ -92,11 +101,11 @@ def make_stream(
     is_sound = sound_images(say_once if dataset.bad_rows == "drop" else None)
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
 
-        def of_block(rows: data.Rows, may_be_empty: bool) -> list[Prompt]:
+        def of_block(rows: Rows, may_be_empty: bool) -> list[Prompt]:
             make = partial(prompts_of, rows, dataset, prepared, loaded, say_once)
             return make(may_be_empty=may_be_empty)[0]
 
-        streamed = data.StreamedPrompts(stream, of_block, seed, dataset.shuffle)
+        streamed = StreamedPrompts(stream, of_block, seed, dataset.shuffle)
         streamed.is_sound = is_sound
         return streamed
 
@@ -112,10 +121,10 @@ def make_stream(
         return found
 
     if "" in parts:
-        return data.PromptStream(prompts(""), seed, dataset.shuffle, is_sound)
-    mixed = data.mixed({name: (part.rows, prompts(name)) for name, part in parts.items()})
+        return PromptStream(prompts(""), seed, dataset.shuffle, is_sound)
+    every = mixed({name: (part.rows, prompts(name)) for name, part in parts.items()})
     weights = {name: part.weight for name, part in parts.items()}
-    return data.MixtureStream(mixed, weights, seed, dataset.shuffle, is_sound)
+    return MixtureStream(every, weights, seed, dataset.shuffle, is_sound)
 
 
 def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
@@ -142,7 +151,7 @@ def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
 
 
 def prompts_of(
-    rows: data.Rows,
+    rows: Rows,
     dataset: Dataset,
     prepared: Prepared,
     loaded: LoadedModel,
@@ -159,7 +168,7 @@ def prompts_of(
         may_be_empty: whether no prompt at all is no error.
     """
     stops = dataset.bad_rows == "stop"
-    return data.make_prompts(
+    return make_prompts(
         rows,
         dataset,
         loaded.tokenizer,

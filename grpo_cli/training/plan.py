@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo_cli import data
 from grpo_cli.config import parsing, sources
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.prompts import make_prompts, solution_pairs
+from grpo_cli.data.rows import Rows
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import loading, tiny
@@ -60,7 +61,7 @@ def plan_of(
     elif recipe.epochs is not None:
         notes.append(f"epochs: the rows are not here; steps = {recipe.steps:,} is assumed")
     if (build := recipe.model.build) is not None:
-        read = data.solution_pairs(rows, dataset) if rows and build.merges else ()
+        read = solution_pairs(rows, dataset) if rows and build.merges else ()
         tokenizer = tiny.tokenizer_of(build, [tiny.Pair(*pair) for pair in read])
         config = tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id)  # no vision tower
     else:
@@ -101,7 +102,7 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
 
 
 def mean_prompt(
-    recipe: Recipe, rows: data.Rows, tokenizer: PreTrainedTokenizerBase | None
+    recipe: Recipe, rows: Rows, tokenizer: PreTrainedTokenizerBase | None
 ) -> float | None:
     """Returns the mean length of the first prompts; None if the tokenizer is not here."""
     some = replace(rows, rows=[rows.rows[i] for i in range(min(SOME_ROWS, len(rows.rows)))])
@@ -109,7 +110,7 @@ def mean_prompt(
         if tokenizer is None:
             assert recipe.model.path is not None
             _, tokenizer = loading.load_config(recipe.model, recipe.model.path)
-        prompts, _ = data.make_prompts(
+        prompts, _ = make_prompts(
             some, recipe.dataset, tokenizer, template_kwargs=recipe.model.chat_template_kwargs
         )
     except UserError:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.keys import flagged, is_among
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows
 from grpo_cli.data.settings import Dataset
+from grpo_cli.data.streaming import open_stream
 from grpo_cli.environments import factory as environments
 from grpo_cli.errors import UserError, counted, nearest
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
@@ -105,12 +106,12 @@ def for_training(recipe: Recipe) -> Prepared:
     needed = needed_columns(recipe.reward)
     train, eval_rows = train_rows_of(recipe, needed)
     if recipe.dataset.eval and not recipe.benchmark:
-        eval_rows = data.load_rows(recipe.dataset, "eval", needed)
+        eval_rows = load_rows(recipe.dataset, "eval", needed)
     limited = [name for name, reward in recipe.reward.items() if reward.datasets]
-    if limited and "" in train and data.DATASET not in train[""].rows.columns:
+    if limited and "" in train and DATASET not in train[""].rows.columns:
         raise UserError(
             f"reward.{limited[0]}.datasets: is only read with dataset.mixture, or with data that "
-            f"has a column {data.DATASET}."
+            f"has a column {DATASET}."
         )
     parsing.with_steps(recipe, sum(len(part.rows.rows) for part in train.values()))  # at most
     executor = RewardExecutor(recipe.scoring)
@@ -132,7 +133,7 @@ def for_training(recipe: Recipe) -> Prepared:
 
 def parts_of(
     train: Mapping[str, TrainRows], held_out: Mapping[str, HeldOutRows]
-) -> list[tuple[data.Rows, Dataset]]:
+) -> list[tuple[Rows, Dataset]]:
     """Returns all rows, each with the settings that turn them into prompts."""
     every: list[TrainRows | HeldOutRows] = [*train.values(), *held_out.values()]
     return [(part.rows, part.dataset) for part in every]
@@ -140,7 +141,7 @@ def parts_of(
 
 def train_rows_of(
     recipe: Recipe, needed: Mapping[str, str] | None = None
-) -> tuple[dict[str, TrainRows], data.Rows | None]:
+) -> tuple[dict[str, TrainRows], Rows | None]:
     """Returns (training data by name, rows held out by `dataset.test_split_size`).
 
     Raises:
@@ -149,17 +150,17 @@ def train_rows_of(
     dataset, held_out = recipe.dataset, None
     train = {}
     for name, part in dataset.mixture.items():
-        rows, config = data.load_named(part, dataset, f"dataset.mixture.{name}")
+        rows, config = load_named(part, dataset, f"dataset.mixture.{name}")
         train[name] = TrainRows(rows, config, part.weight)
     if dataset.streaming:
-        stream = data.open_stream(dataset, needed)
+        stream = open_stream(dataset, needed)
         at = dataclasses.replace(dataset, train=sources.absolute(stream.source))
         stream = dataclasses.replace(stream, config=at)  # its files are opened again later
         train[""] = TrainRows(stream.first, dataset, stream=stream)
     if not train:
-        rows = data.load_rows(dataset, "train", needed)
+        rows = load_rows(dataset, "train", needed)
         if dataset.test_split_size is not None:
-            rows, held_out = data.hold_out(rows, dataset)
+            rows, held_out = hold_out(rows, dataset)
         train[""] = TrainRows(rows, dataset)
     return train, held_out
 
@@ -185,7 +186,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     benches = benches_of(recipe, executor)
     rows = None
     if dataset.eval and not benches:
-        rows = data.load_rows(dataset, "eval")
+        rows = load_rows(dataset, "eval")
     elif splits and not benches:
         _, rows = train_rows_of(recipe)
     held_out = held_out_of(recipe, rows, executor)

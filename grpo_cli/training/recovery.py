@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.loss import MeasuredUpdate
-from grpo_cli.data import PromptStream
+from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries

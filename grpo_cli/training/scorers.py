@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from grpo_cli import data
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import images
+from grpo_cli.data.prompts import other_columns, prompt_texts
+from grpo_cli.data.rows import DATASET, Rows, load_named, select_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.streaming import RowStream
 from grpo_cli.errors import UserError, first_three
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
@@ -36,7 +38,7 @@ MADE_UP_EPISODE = {  # the same as an episode
 class HeldOutRows:
     """One set of held-out rows."""
 
-    rows: data.Rows
+    rows: Rows
     dataset: Dataset  # how a row becomes a prompt
     scorer: Scorer
     accuracy: str | None = None  # reward whose value 1 counts as right; None: the recipe's
@@ -46,10 +48,10 @@ class HeldOutRows:
 class TrainRows:
     """A data set to train on."""
 
-    rows: data.Rows
+    rows: Rows
     dataset: Dataset  # how a row becomes a prompt
     weight: float = 1.0  # in a mixture
-    stream: data.RowStream | None = None  # if the rows are only the first of a stream
+    stream: RowStream | None = None  # if the rows are only the first of a stream
 
 
 def scorer_of_training(
@@ -69,11 +71,11 @@ def scorer_of_training(
             rows = scorable(scorer, train[""].rows, recipe.dataset)
             train[""] = dataclasses.replace(train[""], rows=rows)
         return scorer
-    columns = {c: None for part in train.values() for c in [*part.rows.columns, data.DATASET]}
+    columns = {c: None for part in train.values() for c in [*part.rows.columns, DATASET]}
     for name, part in train.items():
         own = {reward: recipe.reward[reward] for reward in rewards_of(recipe, name)}
-        rows = dataclasses.replace(part.rows, columns=[*part.rows.columns, data.DATASET])
-        key, more = f"dataset.mixture.{name}.columns", {data.DATASET: name}
+        rows = dataclasses.replace(part.rows, columns=[*part.rows.columns, DATASET])
+        key, more = f"dataset.mixture.{name}.columns", {DATASET: name}
         scorer = make_scorer(recipe, own, rows, part.dataset, limit, executor, key, more)
         kept = scorable(scorer, part.rows, part.dataset)
         train[name] = dataclasses.replace(part, rows=kept)
@@ -82,7 +84,7 @@ def scorer_of_training(
 
 
 def held_out_of(
-    recipe: Recipe, rows: data.Rows | None, executor: RewardExecutor
+    recipe: Recipe, rows: Rows | None, executor: RewardExecutor
 ) -> dict[str, HeldOutRows]:
     """Returns the sets of held-out rows by name, unless benchmarks replace them.
 
@@ -101,7 +103,7 @@ def held_out_of(
     found = {}
     for name, held in recipe.dataset.held_out.items():
         key = f"dataset.held_out.{name}"
-        set_rows, dataset = data.load_named(held, recipe.dataset, key)
+        set_rows, dataset = load_named(held, recipe.dataset, key)
         wanted = held.rewards or rewards_of(recipe, name)
         own = {reward: config for reward, config in recipe.reward.items() if reward in wanted}
         scorer = make_scorer(recipe, own, set_rows, dataset, limit, executor, f"{key}.columns")
@@ -129,9 +131,9 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         renaming = f"benchmark.{name}.columns"
         scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
 
-        def sample(rows: data.Rows = rows, chat: bool = benchmark.chat) -> Sample:
+        def sample(rows: Rows = rows, chat: bool = benchmark.chat) -> Sample:
             row, most = rows.rows[0], recipe.dataset.max_pixels
-            columns = data.other_columns(row) | images.of_columns(rows, 0, row, most)
+            columns = other_columns(row) | images.of_columns(rows, 0, row, most)
             prompt = [{"role": "user", "content": ""}] if chat else ""
             return Sample(0, prompt, MADE_UP, (0,), columns)
 
@@ -143,7 +145,7 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
 def make_scorer(
     recipe: Recipe,
     rewards: Mapping[str, Reward],
-    rows: data.Rows,
+    rows: Rows,
     dataset: Dataset,
     limit: int,
     executor: RewardExecutor,
@@ -200,7 +202,7 @@ def try_out(scorer: Scorer, sample: Callable[[], Sample | None]) -> None:
             raise
 
 
-def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
+def scorable(scorer: Scorer, rows: Rows, dataset: Dataset) -> Rows:
     """Returns the rows that no reward refuses.
 
     Raises:
@@ -216,11 +218,11 @@ def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
     kept = [number for number in range(len(rows.rows)) if number not in refused]
     if not kept:
         raise UserError(f"{said} No row is left.")
-    return data.select_rows(rows, kept)
+    return select_rows(rows, kept)
 
 
 def first_sample(
-    recipe: Recipe, rows: data.Rows, dataset: Dataset, more: Mapping[str, Any]
+    recipe: Recipe, rows: Rows, dataset: Dataset, more: Mapping[str, Any]
 ) -> Sample | None:
     """Returns the first row as rewards receive it; with bad_rows=drop, the first readable row.
 
@@ -231,11 +233,11 @@ def first_sample(
         UserError: an image of the first row cannot be read, and dataset.bad_rows=stop.
     """
     episode = MADE_UP_EPISODE if recipe.has_episodes else None
-    texts = data.prompt_texts(rows, dataset)
+    texts = prompt_texts(rows, dataset)
     for number, (row, prompt) in enumerate(zip(rows.rows, texts, strict=True)):
         line = rows.line(number)
         of_row = images.of_row(rows, number, row, prompt, dataset.max_pixels)
-        columns = {**data.other_columns(row), **more, **data.other_columns(of_row.columns)}
+        columns = {**other_columns(row), **more, **other_columns(of_row.columns)}
         try:
             for image in of_row.images:
                 image.open()

@@ -12,7 +12,7 @@ from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.data import MixtureStream
+from grpo_cli.data.prompts import MixtureStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.generation.settings import Generation

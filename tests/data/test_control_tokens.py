@@ -8,8 +8,10 @@ from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.data import Rows, conversations, make_prompts
+from grpo_cli.data import conversations
 from grpo_cli.data.control_tokens import MARK, ControlTokens
+from grpo_cli.data.prompts import make_prompts
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.data import Rows, load_rows, make_prompts, prompt_text
 from grpo_cli.data.conversations import normalized, parsed, template_kwargs
+from grpo_cli.data.prompts import make_prompts, prompt_text
+from grpo_cli.data.rows import Rows, load_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample, load, prompt_cell
 from grpo_cli.errors import UserError

@@ -7,9 +7,9 @@ from typing import Any
 import datasets
 import pytest
 
-from grpo_cli.data import images, load_rows
+from grpo_cli.data import images
 from grpo_cli.data.prompts import MixtureStream, images_of, prompt_text
-from grpo_cli.data.rows import Rows
+from grpo_cli.data.rows import Rows, load_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
 from grpo_cli.images import ImageError, StoredImage, opened

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from grpo_cli.data import MixtureStream, PromptStream, Rows, mixed
+from grpo_cli.data.prompts import MixtureStream, PromptStream, mixed
+from grpo_cli.data.rows import Rows
 from grpo_cli.records import Prompt
 
 PARTS = {

@@ -9,17 +9,15 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import file_format, local_path
-from grpo_cli.data import (
+from grpo_cli.data import files
+from grpo_cli.data.prompts import (
     PromptStream,
-    Rows,
-    files,
-    hold_out,
-    load_rows,
+    epoch_order,
     make_prompts,
     prompt_texts,
     solution_pairs,
 )
-from grpo_cli.data.prompts import epoch_order
+from grpo_cli.data.rows import Rows, hold_out, load_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
 from grpo_cli.generation.settings import Generation

@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.data import StreamedPrompts, make_prompts, open_stream
+from grpo_cli.data.prompts import make_prompts
 from grpo_cli.data.settings import Dataset
+from grpo_cli.data.streaming import StreamedPrompts, open_stream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from tests.data.test_files import write

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.data import Rows, conversations, make_prompts
+from grpo_cli.data import conversations
+from grpo_cli.data.prompts import make_prompts
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.chat_template import ChatTemplate

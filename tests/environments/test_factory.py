@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpo_cli import data
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.prompts import prompt_text
+from grpo_cli.data.rows import Rows, load_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.factory import first_rows, kind_of, tools_of
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -36,19 +37,19 @@ def test_only_the_first_row_of_each_environment_is_read(
     lines = [json.dumps({"question": str(n), "environment": "ab"[n % 2]}) for n in range(9)]
     path.write_text("\n".join(lines), encoding="utf-8")
     config = Dataset(train=str(path), prompt="{question}?")
-    rows, read = data.load_rows(config, "train"), list[int]()
-    whole = data.prompt_text
-    monkeypatch.setattr(data, "prompt_text", lambda *args: read.append(args[2]) or whole(*args))
+    rows, read = load_rows(config, "train"), list[int]()
+    target, whole = "grpo_cli.environments.factory.prompt_text", prompt_text
+    monkeypatch.setattr(target, lambda *args: read.append(args[2]) or whole(*args))
     sessions: Any = SimpleNamespace(spec=SimpleNamespace(names=["a", "b"]))
     parts = [
         (rows, config),
-        (data.Rows("more", [], [{"question": "9", "environment": "b"}]), config),
+        (Rows("more", [], [{"question": "9", "environment": "b"}]), config),
     ]
     firsts = first_rows(sessions, parts)
     assert {name: row["prompt"] for name, row in firsts.items()} == {"a": "0?", "b": "1?"}
     assert read == [0, 1]
     with pytest.raises(UserError, match=r"more, row 0: the column .* names no environment: None"):
-        first_rows(sessions, [(rows, config), (data.Rows("more", [], [{"question": "9"}]), config)])
+        first_rows(sessions, [(rows, config), (Rows("more", [], [{"question": "9"}]), config)])
     sessions.spec.names = [""]
     assert first_rows(sessions, parts)[""]["prompt"] == "0?"
 

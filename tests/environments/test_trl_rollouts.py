@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.data import Rows, make_prompts
+from grpo_cli.data.prompts import make_prompts
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.environments.trl_rollouts import RolloutTrainer, TrlRollouts
 from grpo_cli.errors import TrainingError

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.data import Rows, make_prompts
 from grpo_cli.data.control_tokens import ControlTokens
+from grpo_cli.data.prompts import make_prompts
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat

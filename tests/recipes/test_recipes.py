@@ -9,12 +9,12 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli import data
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config import command_line, saved_recipe
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import Schedule
+from grpo_cli.data.rows import load_rows
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.settings import Tracking
 from grpo_cli.scoring import registry
@@ -60,7 +60,7 @@ def test_every_recipe_composes(name: str, tmp_path: Path) -> None:
     for reward in recipe.reward.values():
         registry.resolve(reward.function)
     if name in WITH_DATA:
-        train, held_out = (data.load_rows(recipe.dataset, split) for split in ("train", "eval"))
+        train, held_out = (load_rows(recipe.dataset, split) for split in ("train", "eval"))
         key = "id" if name == "guess_number" else "question"
         questions = {row[key] for row in train.rows}
         assert len(questions) == len(train.rows)

@@ -16,11 +16,11 @@ from datasets import Image as Picture
 from datasets import List, Value
 from PIL import Image
 
-from grpo_cli import data
 from grpo_cli.checkpoints.checkpointer import CONTENTS
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.data import Rows
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.settings import Dataset, HeldOut, MixturePart
+from grpo_cli.data.streaming import open_stream
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.models.settings import Model
@@ -106,7 +106,7 @@ def test_hub_data_by_its_commit() -> None:
 
 def stream(file: Path, **settings: Any) -> Contents:
     dataset = Dataset(train=str(file), streaming=True, **settings)
-    opened = data.open_stream(dataset)
+    opened = open_stream(dataset)
     part = TrainRows(opened.first, dataset, stream=opened)
     return found(Recipe(dataset=dataset), train={"": part})
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import data
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.rows import Rows, select_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError
@@ -141,15 +141,13 @@ def test_refused_run_closes_environments(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_rows_refused_by_a_reward() -> None:
     tests = ["assert f(1) == 2", "assert eval(f(1)) == 2", "pass", "f(2)", "max(1) or min(2)"]
-    rows = data.Rows(
-        "rows.jsonl", ["tests"], [{"tests": [test]} for test in tests], [2, 4, 6, 8, 9]
-    )
+    rows = Rows("rows.jsonl", ["tests"], [{"tests": [test]} for test in tests], [2, 4, 6, 8, 9])
     scorer = Scorer({"code": Reward(function="code")}, ["tests"], "rows.jsonl")
     with pytest.raises(UserError, match=r"bad_rows=drop leaves such rows out\.$") as raised:
         scorers.scorable(scorer, rows, Dataset())
     assert raised.match(r"jsonl: 3 of 5 .* row 4: reward.code: .*; row 6: .*; row 9: .* have no n")
     kept = scorers.scorable(scorer, rows, Dataset(bad_rows="drop"))
     assert (kept.lines, list(kept.column("tests"))) == ([2, 8], [[tests[0]], [tests[3]]])
-    alone = data.select_rows(rows, [2])
+    alone = select_rows(rows, [2])
     with pytest.raises(UserError, match="No row is left"):
         scorers.scorable(scorer, alone, Dataset(bad_rows="drop"))

@@ -18,7 +18,7 @@ from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.data import PromptStream
+from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.rollouter import Rollouter

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.data import PromptStream
+from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.distributed.workers import Workers

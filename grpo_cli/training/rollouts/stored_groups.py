@@ -12,7 +12,7 @@ from grpo_cli.config.keys import flagged
 from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.data import PromptStream
+from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import Group, from_state, to_state
 from grpo_cli.scoring.settings import Reward
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_cli.data import PromptStream
+from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import Completion, Group, Prompt, Rollout, TrainingSample, Turn, regrouped
 from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
 
