@@ -179,20 +179,9 @@ def check_templates(
     """
     named = {name: key for key, text in templates.items() for name in columns_named(text)}
     check_columns(named | dict(needed or {}), table.column_names, source, renaming)
-    row, formatter = table[0], string.Formatter()
     for key, template in templates.items():
-        is_conversation = isinstance(row.get(only_field(template) or ""), list)
         try:
-            template.format_map(row)
-            for _, field, _, conversion in formatter.parse(template):
-                value = formatter.get_field(field, (), row)[0] if field else None
-                if isinstance(value, list | dict) and conversion is None and not is_conversation:
-                    is_list = isinstance(value, list)
-                    kind, index = ("a list", "0") if is_list else ("an object", "KEY")
-                    raise UserError(
-                        f"{key}: {source}: the column {field!r} holds {kind}, which is not text; "
-                        f"name a part of it, as in {{{field}[{index}]}}."
-                    )
+            template.format_map(table[0])
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise UserError(
                 f"{key} = {template!r}: is not a template for the first row ({error}); write a "

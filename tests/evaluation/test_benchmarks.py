@@ -160,7 +160,6 @@ def test_a_shipped_renaming_gives_way_and_the_users_own_does_not(
         ({"question": None, "answer": "1"}, {}, "the column 'question' is null."),
         ({}, {"cot": "{question"}, "benchmark.mine.modes.cot.prompt = '{question': is not a temp"),
         ({}, {"cot": "Solve \\boxed{{it}}."}, "names no column of the data; write one in braces"),
-        ({"tests": ["a"]}, {"cot": "{question} {tests}"}, "holds a list, which is not text; name"),
         ({}, {"reward": "maths"}, "benchmark.mine.reward: there is no reward 'maths'"),
         ({}, {"breakdown": ["level"]}, "Set benchmark.mine.columns.level=COLUMN."),
         ({}, {"columns": {"a": "answer", "b": "answer"}}, "'answer' cannot be renamed to two"),
