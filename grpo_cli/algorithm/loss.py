@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ from grpo_cli.algorithm.batch import Batch
 from grpo_cli.algorithm.kl import ESTIMATORS, k3
 from grpo_cli.algorithm.load_balancing import ExpertLoad, Routing
 from grpo_cli.algorithm.losses import loss_function, rows_that_train
-from grpo_cli.algorithm.metric_sums import MaskedSum, MetricSums, Reduce, ReducedMetrics, masked_sum
+from grpo_cli.algorithm.metric_sums import MaskedSum, MetricSums, ReducedMetrics, masked_sum
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, parameters, traits_of
 from grpo_cli.errors import TrainingError
+
+if TYPE_CHECKING:
+    from grpo_cli.distributed.workers import Workers
 
 STALENESS = "staleness/logp_difference"  # logged for prefetched rollouts
 LARGEST_WEIGHT = 1e9  # its square fits in float32; such a sample counts for one token either way
@@ -77,7 +80,7 @@ class LossSums:
         if output.entropy is not None:
             self.means["entropy"].append(output.entropy)
 
-    def reduced(self, workers: Reduce) -> MeasuredUpdate:
+    def reduced(self, workers: Workers) -> MeasuredUpdate:
         """Reduces the measurements over all processes."""
         acted_on = MetricSums()
         acted_on.sums["loss"] = self.loss

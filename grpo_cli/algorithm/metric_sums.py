@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Reduce(Protocol):
-    """Reduces values by key over processes (`distributed.workers.Workers`)."""
-
-    def sum(self, values: dict[str, float]) -> dict[str, float]: ...
-
-    def maxima(self, values: dict[str, float]) -> dict[str, float]: ...
+if TYPE_CHECKING:
+    from grpo_cli.distributed.workers import Workers
 
 
 class MaskedSum(NamedTuple):
@@ -79,7 +74,7 @@ class MetricSums:
                 added = values if only is None else [torch.full_like(v, nothing) for v in values]
                 mine.setdefault(name, []).extend(added)
 
-    def reduced(self, workers: Reduce) -> ReducedMetrics:
+    def reduced(self, workers: Workers) -> ReducedMetrics:
         """Reduces sums and extremes over all processes, which must have the same names."""
         parts = (self.sums, self.counts, self.lows, self.highs)
         scalars = [value for part in parts for values in part.values() for value in values]

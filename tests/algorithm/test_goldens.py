@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from grpo_cli.algorithm.batch import Batch
-from grpo_cli.algorithm.controllers import applied_coef
+from grpo_cli.algorithm.controllers import AdaptiveEntropyBonus
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.settings import Loss
@@ -87,7 +87,7 @@ def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
         cov_selected=None,
     )
     trained = (mask if high_entropy is None else high_entropy).sum().item()
-    coefficient = applied_coef(config.entropy_coef, None, config.entropy_target)
+    coefficient = AdaptiveEntropyBonus().value(config)
     coefficients = Coefficients(config.beta, coefficient, trained)
     output = grpo_loss(config, batch, logprobs, entropies, coefficients)
     output.loss.backward()  # type: ignore[no-untyped-call]
