@@ -236,15 +236,6 @@ def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
     run.generator.restore_checks(stored["generator"])
 
 
-def restored_state(saved: Mapping[str, Any], log_history: list[dict[str, Any]] | None) -> State:
-    """Returns the progress that the entry `run` of a checkpoint's state holds."""
-    stored = (f.name for f in fields(State) if f.name not in NOT_STORED)
-    state = State(**{name: saved[name] for name in stored}, log_history=log_history)
-    state.beta = AdaptiveBeta(**saved["beta"])
-    state.entropy_bonus = AdaptiveEntropyBonus(**saved["entropy_bonus"])
-    return state
-
-
 def check_kept(recipe: Recipe, path: Path) -> None:
     """Checks that a resumed run has the model, adapter and optimizer of the checkpoint `path`.
 
@@ -321,7 +312,10 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     workers, stored = run.workers, saved["run"]
     # The history is empty if no reward read it at the checkpoint.
     history = None if run.state.log_history is None else json.loads(saved["log_history"])
-    run.state = restored_state(stored, history)
+    kept = {f.name: stored[f.name] for f in fields(State) if f.name not in NOT_STORED}
+    run.state = State(**kept, log_history=history)
+    run.state.beta = AdaptiveBeta(**stored["beta"])
+    run.state.entropy_bonus = AdaptiveEntropyBonus(**stored["entropy_bonus"])
     run.queue.position, run.queue.signal_share = stored["position"], stored["signal_share"]
     run.queue.lengths = saved["lengths"]
     run.queue.stream.restore(saved["stream"])

@@ -70,7 +70,10 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
             rollouts = session.finish([r for g in groups for r in g.rollouts], run.policy.tokenizer)
         groups = regrouped(groups, rollouts)
         groups = settle(groups, recipe.reward_weights, recipe.loss.mask_truncated)
-        fresh = _statistics(run, recipe, groups)
+        fresh = gathered(run.workers, groups)
+        check_environments(recipe, fresh, run.state.step)
+        if run.state.step == 0:
+            check_reward_names(run, recipe, fresh)
         sampled |= fresh
         usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, recipe, group)}
         own += [g for g in groups if g.prompt_index in usable]
@@ -193,15 +196,6 @@ def _sample(
         rollouts = [r for g in groups for r in g.rollouts]
         clock.count("generate", lambda: rollout_flops(run.policy.model, rollouts))
     return groups
-
-
-def _statistics(run: Run, recipe: Recipe, groups: Sequence[Group]) -> StepStats:
-    """Returns all processes' statistics of groups that have been scored."""
-    step_stats = gathered(run.workers, groups)
-    check_environments(recipe, step_stats, run.state.step)
-    if run.state.step == 0:
-        check_reward_names(run, recipe, step_stats)
-    return step_stats
 
 
 def check_reward_names(run: Run, recipe: Recipe, sampled: StepStats) -> None:
