@@ -7,9 +7,8 @@ every policy loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +18,15 @@ from grpo_cli.algorithm.batch import Batch
 from grpo_cli.algorithm.kl import ESTIMATORS, k3
 from grpo_cli.algorithm.load_balancing import ExpertLoad, Routing
 from grpo_cli.algorithm.losses import loss_function, rows_that_train
-from grpo_cli.algorithm.metric_sums import MaskedSum, MetricSums, ReducedMetrics, masked_sum
+from grpo_cli.algorithm.metric_sums import MetricSums
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, parameters, traits_of
 from grpo_cli.errors import TrainingError
 
-if TYPE_CHECKING:
-    from grpo_cli.distributed.workers import Workers
-
-STALENESS = "staleness/logp_difference"  # logged for prefetched rollouts
+# Metrics that training acts on, as on "kl": a gap stops the run, the entropy adapts its bonus.
+STALENESS = "staleness/logp_difference"  # |log π − log π_sampler|; logged for prefetched rollouts
+SAMPLER_GAP = "sampling/sampling_logp_difference/mean"  # |log π_old − log π_sampler|
+TRAINED_ENTROPY = "entropy/trained"  # of the tokens that the policy term trains; not logged
 LARGEST_WEIGHT = 1e9  # its square fits in float32; such a sample counts for one token either way
 
 
@@ -42,101 +41,11 @@ class Coefficients:
     load: ExpertLoad | None = None  # in the optimizer batch, if `router` is not 0
 
 
-@dataclass(frozen=True)
-class LossOutput:
-    """The loss of one micro-batch, measurements that training acts on, and logged metrics."""
+class LossOutput(NamedTuple):
+    """The loss of one micro-batch, and what is measured with it."""
 
     loss: Tensor  # [] a sum, already divided by the optimizer batch's counts; with gradient
-    kl: MaskedSum | None  # KL to the reference in nats per token; adapts β
-    entropy: MaskedSum | None  # nats per token that the policy term trains; adapts the bonus
-    sampler_gap: MaskedSum  # |log π_old − log π_sampler| per token; stops training if too large
-    staleness_gap: MaskedSum  # |log π − log π_sampler| per token: the same for prefetched rollouts
     metrics: MetricSums
-
-    def detached(self) -> LossOutput:
-        """Returns the output with a loss detached from its graph."""
-        return replace(self, loss=self.loss.detach())
-
-
-class LossSums:
-    """Adds up the outputs of one optimizer batch's micro-batches, on the device."""
-
-    def __init__(self) -> None:
-        self.loss: list[Tensor] = []
-        self.means: dict[str, list[MaskedSum]] = {name: [] for name in ACTED_ON}
-        self.metrics = MetricSums()
-
-    def add(self, output: LossOutput) -> None:
-        """Adds the detached output of a micro-batch."""
-        self.metrics.add(output.metrics)
-        self.loss.append(output.loss)
-        for name, sums in self.means.items():
-            if (mean := getattr(output, name)) is not None:
-                sums.append(mean)
-
-    def add_entropy(self, output: LossOutput) -> None:
-        """Adds only the entropy, for rollouts that have no gradient."""
-        self.metrics.add(output.metrics, only=("entropy",))
-        if output.entropy is not None:
-            self.means["entropy"].append(output.entropy)
-
-    def reduced(self, workers: Workers) -> MeasuredUpdate:
-        """Reduces the measurements over all processes."""
-        acted_on = MetricSums()
-        acted_on.sums["loss"] = self.loss
-        for name, sums in self.means.items():
-            acted_on.sums[name] = [s.total for s in sums]
-            acted_on.counts[name] = [s.number for s in sums]
-        found = acted_on.reduced(workers)
-        means = {name: Mean(found.sums[name], found.counts[name]) for name in ACTED_ON}
-        return MeasuredUpdate(
-            loss=found.sums["loss"], metrics=self.metrics.reduced(workers), **means
-        )
-
-
-class Mean(NamedTuple):
-    """A mean over tokens that can be pooled with others."""
-
-    total: float = 0.0
-    number: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """The mean; NaN without values."""
-        return self.total / self.number if self.number else math.nan
-
-    @classmethod
-    def pooled(cls, means: Iterable[Mean]) -> Mean:
-        """Returns the mean over the tokens of several optimizer batches."""
-        parts = list(means)
-        return cls(math.fsum(m.total for m in parts), math.fsum(m.number for m in parts))
-
-
-@dataclass(frozen=True)
-class MeasuredUpdate:
-    """The measurements of all processes in one optimizer batch; the fields are `LossOutput`'s."""
-
-    loss: float
-    kl: Mean
-    entropy: Mean
-    sampler_gap: Mean
-    staleness_gap: Mean
-    metrics: ReducedMetrics
-
-    def to_state(self) -> dict[str, Any]:
-        """Returns plain values for a checkpoint."""
-        means = {name: list(getattr(self, name)) for name in ACTED_ON}
-        return {"loss": self.loss, "metrics": asdict(self.metrics), **means}
-
-    @classmethod
-    def from_state(cls, saved: Mapping[str, Any]) -> MeasuredUpdate:
-        """Restores the result of `to_state`."""
-        means = {name: Mean(*saved[name]) for name in ACTED_ON}
-        metrics = ReducedMetrics(**{k: dict(v) for k, v in saved["metrics"].items()})
-        return cls(loss=saved["loss"], metrics=metrics, **means)
-
-
-ACTED_ON = ("kl", "entropy", "sampler_gap", "staleness_gap")
 
 
 def every_rollout_has_gradient(
@@ -213,21 +122,20 @@ def grpo_loss(
     loss = (policy * batch.weights).sum()
     metrics.total("policy_loss", loss)
 
-    mean_kl = mean_entropy = None
     if batch.ref_logprobs is not None:
         kl = ESTIMATORS[config.kl_estimator](logprobs, batch.ref_logprobs)  # [B, C]
         if config.kl_bias_correction:
             kl = kl * ratio
         if config.kl_in == "loss":
             loss = loss + coefficients.beta * (kl * batch.weights).sum()
-        mean_kl = metrics.mean("kl", kl, mask)
+        metrics.mean("kl", kl, mask)
     if entropies is not None:
         entropies = batch.zero_masked(entropies)
         if coefficients.entropy:
             bonus = (entropies * trained).sum() / coefficients.entropy_tokens
             loss = loss - coefficients.entropy * bonus
         metrics.mean("entropy", entropies, mask)
-        mean_entropy = masked_sum(entropies, trained)
+        metrics.mean(TRAINED_ENTROPY, entropies, trained)
     if coefficients.load is not None:
         assert routing is not None, "the policy's routers are recorded"
         aux_loss = coefficients.load.loss(routing)
@@ -239,18 +147,22 @@ def grpo_loss(
         for measure in traits_of(function).metrics:
             apply(measure, {**tensors, "metric_sums": metrics}, config)
         gap = (old_logprobs - sampling_logprobs).abs()
-        sampler_gap = metrics.mean("sampling/sampling_logp_difference/mean", gap, mask)
+        metrics.mean(SAMPLER_GAP, gap, mask)
         metrics.highest("sampling/sampling_logp_difference/max", gap, mask)
         sampler_kl = k3(sampling_logprobs, old_logprobs).clamp(min=0)  # < 0 only by rounding
         metrics.mean("sampling/kl", sampler_kl, mask)
         drift = (logprobs - sampling_logprobs).abs()
-        staleness_gap = metrics.mean(STALENESS, drift, mask)
-    return LossOutput(loss, mean_kl, mean_entropy, sampler_gap, staleness_gap, metrics)
+        metrics.mean(STALENESS, drift, mask)
+    return LossOutput(loss, metrics)
 
 
 def logged(config: Loss, measured: dict[str, float]) -> dict[str, float]:
     """Selects the logged metrics from the reduced figures of an update."""
-    out = {name: value for name, value in measured.items() if math.isfinite(value)}
+    out = {
+        name: value
+        for name, value in measured.items()
+        if math.isfinite(value) and name != TRAINED_ENTROPY
+    }
     kl = "kl" in out and config.kl_in == "loss"
     terms = (kl, config.entropy_coef, config.entropy_target, "aux_loss" in out)
     if not any(terms):  # the loss has no other term

@@ -5,20 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from grpo_cli.distributed.workers import Workers
-
-
-class MaskedSum(NamedTuple):
-    """The sum of values over a mask and their number, both [] on the device."""
-
-    total: Tensor
-    number: Tensor
 
 
 class MetricSums:
@@ -37,12 +30,10 @@ class MetricSums:
         """Adds a scalar to a sum."""
         self.sums.setdefault(name, []).append(value.detach())
 
-    def mean(self, name: str, values: Tensor, mask: Tensor) -> MaskedSum:
-        """Adds the values where `mask` is 1 to a mean; returns their sum and number."""
-        added = masked_sum(values, mask)
-        self.total(name, added.total)
-        self.counts.setdefault(name, []).append(added.number)
-        return added
+    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Adds the values where `mask` is 1 to a mean; both have one shape."""
+        self.total(name, values.detach().masked_fill(mask == 0, 0.0).sum())
+        self.counts.setdefault(name, []).append(mask.sum())
 
     def lowest(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Includes the values where `mask` is 1 in a minimum."""
@@ -99,11 +90,6 @@ class MetricSums:
         )
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> MaskedSum:
-    """Returns the sum and number of the values where `mask` is 1; both have one shape."""
-    return MaskedSum(values.detach().masked_fill(mask == 0, 0.0).sum(), mask.sum())
-
-
 @dataclass
 class ReducedMetrics:
     """Sums and extremes of all processes, over one optimizer batch or several."""
@@ -123,13 +109,16 @@ class ReducedMetrics:
             _merged([b.highs for b in batches], max),
         )
 
+    def mean(self, name: str) -> float:
+        """Returns a mean; NaN without values."""
+        count = self.counts.get(name, 0.0)
+        return self.sums[name] / count if count else math.nan
+
     @property
     def figures(self) -> dict[str, float]:
         """Returns means (NaN without values), sums without a count, and extremes, by name."""
         means = {
-            name: (value / self.counts[name] if self.counts[name] else math.nan)
-            if name in self.counts
-            else value
+            name: self.mean(name) if name in self.counts else value
             for name, value in self.sums.items()
         }
         return means | self.lows | self.highs

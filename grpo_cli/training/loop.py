@@ -28,13 +28,14 @@ import torch
 
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import (
+    TRAINED_ENTROPY,
     Coefficients,
     LossOutput,
-    LossSums,
     every_rollout_has_gradient,
     grpo_loss,
 )
 from grpo_cli.algorithm.losses import loss_function
+from grpo_cli.algorithm.metric_sums import MetricSums
 from grpo_cli.algorithm.variants import traits_of
 from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import zero_gradients
@@ -143,7 +144,7 @@ def optimizer_step(run: Run, step: Step, groups: Sequence[TrainingGroup], update
         apply_gradient(run, step, sums)
 
 
-def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
+def apply_gradient(run: Run, step: Step, sums: MetricSums) -> None:
     """Sums the gradient over processes, clips and checks it, and takes the optimizer step.
 
     Args:
@@ -156,7 +157,7 @@ def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
         norm = run.policy.gradient_norm(step.recipe.optimizer.max_grad_norm)
         step.check(measured, norm)
         run.policy.step()
-    run.state.entropy_bonus.update(step.recipe.loss, measured.entropy.value)
+    run.state.entropy_bonus.update(step.recipe.loss, measured.mean(TRAINED_ENTROPY))
     step.add(measured, norm)
 
 
@@ -203,7 +204,7 @@ def optimizer_batch(
     return OptimizerBatch(coefficients, with_gradient, entropy_only)
 
 
-def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
+def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> MetricSums:
     """Accumulates this process's gradient of one optimizer batch over micro-batches.
 
     Returns:
@@ -213,19 +214,19 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
     coefficients, with_gradient, entropy_only = batch
     compute_loss = partial(micro_batch_loss, run, step, coefficients)
 
-    def forward_backward(micro_batch: list[WeightedSample]) -> LossOutput:
+    def forward_backward(micro_batch: list[WeightedSample]) -> MetricSums:
         output = compute_loss(micro_batch)
         policy.backward(output.loss)
-        return output.detached()
+        return output.metrics
 
-    sums = LossSums()
+    sums = MetricSums()
     with torch.no_grad():
         for output in policy.micro_batches.map(compute_loss, entropy_only, policy.logprobs):
-            sums.add_entropy(output)
-    for output in policy.micro_batches.map(
+            sums.add(output.metrics, only=("entropy", TRAINED_ENTROPY))
+    for metrics in policy.micro_batches.map(
         forward_backward, with_gradient, policy.logprobs, undo=policy.zero_grad
     ):
-        sums.add(output)
+        sums.add(metrics)
     if not with_gradient:  # the optimizer skips a weight whose gradient is None, not one of 0
         zero_gradients(policy.model)
     policy.micro_batches.drop_dummy_gradients(with_gradient)

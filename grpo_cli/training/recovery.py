@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli import random_streams
-from grpo_cli.algorithm.loss import MeasuredUpdate
+from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats
 from grpo_cli.training.rollouts.queue import RolloutQueue
@@ -36,7 +36,7 @@ class StepProgress:
     """
 
     batch: StepBatch
-    totals: list[MeasuredUpdate] = field(default_factory=list)  # by optimizer step
+    totals: list[ReducedMetrics] = field(default_factory=list)  # by optimizer step
     norms: list[float] = field(default_factory=list)  # gradient norm by optimizer step
     updates: int = 0  # optimizer steps done, including those with nothing to train on
     coefficients: dict[str, float] = field(default_factory=dict)  # at the first optimizer step
@@ -48,7 +48,7 @@ class StepProgress:
             "whole_step": _plain(done.step_stats),
             "sampled": _plain(done.sampled),
             "metrics": done.metrics,
-            "totals": [t.to_state() for t in self.totals],
+            "totals": [{"metrics": asdict(t)} for t in self.totals],
             "norms": self.norms,
             "updates": self.updates,
             "coefficients": self.coefficients,
@@ -72,7 +72,7 @@ class StepProgress:
             return None
         stats = (_restored(shared["whole_step"]), _restored(shared["sampled"]))
         batch = StepBatch(groups, *stats, shared["metrics"])
-        totals = [MeasuredUpdate.from_state(t) for t in shared["totals"]]
+        totals = [ReducedMetrics(**t["metrics"]) for t in shared["totals"]]
         norms, updates = shared["norms"], shared["updates"]
         return cls(batch, totals, norms, updates, shared["coefficients"])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
+from grpo_cli.algorithm.loss import SAMPLER_GAP, STALENESS, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.recipe import Recipe
@@ -74,7 +74,7 @@ class Step:
             progress.updates += 1
             self.run.recovery.mark()
 
-    def check(self, measured: MeasuredUpdate, norm: float) -> None:
+    def check(self, measured: ReducedMetrics, norm: float) -> None:
         """Checks loss, gradient norm and sampler mismatch before the optimizer step.
 
         With mixed_precision=fp16 a norm that is not finite is no error while the loss is scaled:
@@ -88,9 +88,10 @@ class Step:
                 different from the trainer's (generation.max_logp_difference).
         """
         is_scaled = self.run.policy.scaler.get_scale() > 1  # 1 if the scaler is disabled
-        if not (math.isfinite(measured.loss) and (math.isfinite(norm) or is_scaled)):
+        loss = measured.sums["loss"]
+        if not (math.isfinite(loss) and (math.isfinite(norm) or is_scaled)):
             cause = ""
-            if self.run.policy.scaler.is_enabled() and math.isfinite(measured.loss):
+            if self.run.policy.scaler.is_enabled() and math.isfinite(loss):
                 cause = (
                     " Gradients overflow float16 with a loss scale of 1 too: use "
                     "mixed_precision=bf16 or mixed_precision=no."
@@ -100,17 +101,17 @@ class Step:
             last = paths.shown(paths.checkpoint_path(folder, saved[-1])) if saved else "none"
             rate = self.recipe.optimizer.learning_rate
             raise TrainingError(
-                f"step {self.number + 1}: the loss is {measured.loss:g} and the gradient norm "
+                f"step {self.number + 1}: the loss is {loss:g} and the gradient norm "
                 f"{norm:g}, with optimizer.learning_rate = {rate:g}; stopped before the optimizer "
                 f"step. The last checkpoint is {last}.{cause}"
             )
         # The old log-probabilities of prefetched rollouts are the sampler's own: compare the
         # current ones with these.
         prefetched = self.run.queue.prefetch_steps > 0
-        gap = (measured.staleness_gap if prefetched else measured.sampler_gap).value
+        gap = measured.mean(STALENESS if prefetched else SAMPLER_GAP)
         check_sampler(self.recipe.generation, gap, self.number)
 
-    def add(self, measured: MeasuredUpdate, norm: float) -> None:
+    def add(self, measured: ReducedMetrics, norm: float) -> None:
         """Keeps the measurements of an optimizer step and the norm of its gradient."""
         self.progress.totals.append(measured)
         self.progress.norms.append(norm)
@@ -118,14 +119,14 @@ class Step:
     @property
     def measured_kl(self) -> float:
         """The mean KL over the tokens of all optimizer steps; NaN if none was measured."""
-        return Mean.pooled(measured.kl for measured in self.progress.totals).value
+        return ReducedMetrics.of(self.progress.totals).mean("kl")
 
     def update_metrics(self) -> dict[str, float]:
         """Returns the metrics over all optimizer steps, with the coefficients that were used."""
         run, loss, done = self.run, self.recipe.loss, self.progress.totals
         if not done:
             return {}
-        metrics = ReducedMetrics.of([measured.metrics for measured in done]).figures
+        metrics = ReducedMetrics.of(done).figures
         summed = {"loss", "policy_loss", "aux_loss"} & set(metrics)
         averages = {name: metrics[name] / len(done) for name in summed}
         norms = [norm for norm in self.progress.norms if math.isfinite(norm)]

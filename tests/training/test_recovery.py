@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from grpo_cli.algorithm.loss import Mean, MeasuredUpdate
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import RolloutStats, StepStats, rollout_stats
@@ -18,20 +17,14 @@ from tests.training.rollouts.test_stored_groups import (
 HOW = "of this recipe"
 
 
-def measured(*parts: dict[str, float]) -> MeasuredUpdate:
-    metrics = ReducedMetrics(*parts)
-    kl = Mean(metrics.sums["kl"], metrics.counts["kl"])
-    return MeasuredUpdate(metrics.sums["loss"], kl, Mean(), Mean(1e-30, 3.0), Mean(), metrics)
-
-
 def make_work(stream: PromptStream) -> StepProgress:
     """Of a process that has two of a step's three groups; a fourth was sampled and dropped."""
     own, others = make_groups(stream, 6, 2), make_groups(stream, 4)
     step_stats = dict(rollout_stats([*own, *others]))
     sampled = step_stats | dict(rollout_stats(make_groups(stream, 5)))
     totals = [
-        measured({"loss": 0.5, "kl": 2.0}, {"kl": 8.0}, {"low": math.inf}, {"high": 1.5}),
-        measured({"loss": -0.25, "kl": 1 / 3}, {"kl": 7.0}, {"low": -2.0}, {"high": 1e-30}),
+        ReducedMetrics({"loss": 0.5, "kl": 2.0}, {"kl": 8.0}, {"low": math.inf}, {"high": 1.5}),
+        ReducedMetrics({"loss": -0.25, "kl": 1 / 3}, {"kl": 7.0}, {"low": -2.0}, {"high": 1e-30}),
     ]
     metrics = {"dynamic_sampling/dropped": 1.0, "rewards/right/mean": math.nan}
     return StepProgress(
