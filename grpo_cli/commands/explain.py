@@ -14,10 +14,9 @@ from grpo_cli.config import origins, parsing
 from grpo_cli.config.command_line import split_options, split_recipe
 from grpo_cli.config.compose import compose_and_call
 from grpo_cli.config.interpolation import masked
-from grpo_cli.config.keys import KNOBS, entry_field
+from grpo_cli.config.keys import KNOBS, entry_field, flat
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.origins import NOTHING, Composition
-from grpo_cli.config.saved_recipe import flat
 from grpo_cli.config.words import expected
 from grpo_cli.errors import UserError
 

@@ -39,7 +39,7 @@ from grpo_cli.config.command_line import (
     split_options,
     split_recipe,
 )
-from grpo_cli.config.keys import KNOBS
+from grpo_cli.config.keys import KNOBS, flat
 from grpo_cli.config.knob import as_written, flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
@@ -372,7 +372,7 @@ def given_keys(cfg: DictConfig) -> frozenset[str]:
             if key in ("steps", "epochs") and value is not None:  # only one of the two can be given
                 given.add(key)
         elif not override.is_delete():
-            given.update(_leaves(key, value))
+            given |= flat({key: value}).keys()
     defaults = OmegaConf.structured(Recipe)
     at_default = {k for k in given if _value_at(cfg, k) == _value_at(defaults, k)}
     if at_default:
@@ -386,15 +386,6 @@ def given_keys(cfg: DictConfig) -> frozenset[str]:
 
 def _value_at(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.select(cfg, key, throw_on_missing=False)
-
-
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    """Yields the full keys that a value, possibly a mapping, sets below `key`."""
-    if not isinstance(value, dict):
-        yield key
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _allow_new_key(override: str) -> str:

@@ -49,3 +49,14 @@ def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
 def is_among(key: str, known: Collection[str]) -> bool:
     """Returns whether a key is in `known`, or in one of its sections."""
     return f"{key}.".startswith(tuple(f"{one}." for one in known))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens {"loss": {"beta": 0.0}, …} to {"loss.beta": 0.0, …}; drops empty mappings."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

@@ -27,9 +27,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from grpo_cli.config.compose import RECIPES, STORED
-from grpo_cli.config.keys import entry_field
+from grpo_cli.config.keys import entry_field, flat
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.saved_recipe import flat
 from grpo_cli.files import read_text
 
 NOTHING = dataclasses.MISSING

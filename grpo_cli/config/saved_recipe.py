@@ -9,7 +9,7 @@ import yaml
 
 from grpo_cli.config.compose import groups
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.keys import flagged
+from grpo_cli.config.keys import flagged, flat
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring.settings import Reward
@@ -62,15 +62,4 @@ def _completed(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         defaults = dataclasses.asdict(kind())
         names = {**entries[0], **entries[1]}
         out[section] = {name: defaults | dict(entries[1].get(name) or {}) for name in names}
-    return out
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens {"loss": {"beta": 0.0}, …} to {"loss.beta": 0.0, …}; drops empty mappings."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value
     return out

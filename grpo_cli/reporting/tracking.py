@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli.config.keys import flat
 from grpo_cli.errors import UserError, typed_line
 from grpo_cli.reporting.settings import Tracking
 
@@ -169,16 +170,7 @@ def _started(
     tracker = LOGGER_TYPE_TO_CLASS[name](**arguments[name])
     tracker.start()
     if known is None and name not in ("tensorboard", "trackio", "wandb"):
-        tracker.store_init_configuration(_flat(settings))
+        values = flat(dict(settings))
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+        tracker.store_init_configuration(plain)
     return tracker
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a recipe as one level of keys, with values that every tracker accepts."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value if isinstance(value, int | float | str) else str(value)
-    return out
