@@ -117,14 +117,10 @@ class Engine:
                 active = sum(map(len, batches))
                 first = [number for _, number in begun]
                 batches += self._begin(begun[0][0], first, direct, active=active)
+            elif static is None:
+                self._step(batches, direct)
             else:
-                moved = None if static is None else static.advance(batches)
-                if moved is None:
-                    static = None  # too little memory for its buffers
-                    self._step(batches, direct)
-                else:
-                    batches = [moved]
-                del moved  # so that its buffers are freed with the batch
+                batches = [static.advance(batches)]
             batches = [batch for batch in batches if batch.rows]
             if static is not None and not batches:
                 static.release()

@@ -36,13 +36,11 @@ from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.embedded.prefill import mask_of
 from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
-from grpo_cli.models.memory import free_memory
 
 STEPS = 8  # steps between two checks of which rows have ended
 COLUMNS = 64  # columns of the smallest bucket
 MULTIPLE = 8  # row and column counts are rounded up to a multiple of this
 LEAST = 4  # minimum number of remaining steps for which a capture pays off
-SHARE = 0.9  # maximum share of free memory for buffers
 
 
 def row_bucket(rows: int) -> int:
@@ -108,8 +106,6 @@ class StaticShape:
         self.steps = min(self.columns - used, max(row.left for row in rows))
         self.shape = layers, self.size, heads, self.columns, dim
         self.prompt_shape = layers, len(self.groups), heads, self.prompt_columns, dim
-        columns = self.size * self.columns + len(self.groups) * self.prompt_columns
-        self.bytes = layers * column * columns
 
     def used(self, row: StaticRow) -> int:
         """Returns the number of columns that a row's tokens occupy."""
@@ -311,11 +307,8 @@ class StaticDecoding:
             return None
         return cls(direct, graphs)
 
-    def advance(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
-        """Draws up to `STEPS` tokens for every row; returns the batch that now holds the rows.
-
-        Returns None, and draws nothing, if there is too little memory for the buffers.
-        """
+    def advance(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch:
+        """Draws up to `STEPS` tokens for every row; returns the batch that now holds the rows."""
         batch: StaticBatch | None = None
         if len(batches) == 1 and isinstance(batches[0], StaticBatch):
             batch = batches[0]
@@ -323,11 +316,7 @@ class StaticDecoding:
             self.release()
             rows, caches = zip(*rows_of(batches), strict=True)
             keys = batches[0].keys
-            bucket = StaticShape(rows, keys)
-            begins = not any(isinstance(batch, StaticBatch) for batch in batches)
-            if begins and bucket.bytes > SHARE * free_memory(keys.device):
-                return None
-            batch = StaticBatch(self.direct, bucket, caches, keys)
+            batch = StaticBatch(self.direct, StaticShape(rows, keys), caches, keys)
         steps = min(STEPS, batch.steps_left)
         for _ in range(steps):
             # The first step of a bucket does the one-time set-up; the second is captured.

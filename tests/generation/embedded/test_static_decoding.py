@@ -218,13 +218,6 @@ def test_penalties_are_not_captured(rule: dict[str, Any]) -> None:
     assert not graphs.captures
 
 
-def test_no_static_buffers_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_decoding, "free_memory", lambda device: 1000)
-    model, graphs = model_of(CONFIGS["llama"]), RecordingGraphs()
-    assert sample(model, graphs) == sample(model, None)
-    assert not graphs.captures
-
-
 def generator_of(model: PreTrainedModel, notes: list[str]) -> TransformersGenerator:
     """Returns a generator that has checked captured steps, as on a GPU with the first prompts."""
     generator = TransformersGenerator(model, [4], say=notes.append)
