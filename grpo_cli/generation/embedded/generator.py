@@ -61,7 +61,6 @@ class TransformersGenerator(Generator):
     tokenizer: PreTrainedTokenizerBase | None = None  # finds stop strings
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     say: Callable[[str], None] = print
-    cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
     # Texts for the decoder's self-check, equal on all processes; (): the first to be sampled.
     checked_on: Sequence[Prompt] = ()
     cache_tokens: int | None = None
@@ -210,7 +209,7 @@ class TransformersGenerator(Generator):
             why = self._mismatch(Engine, prompts)
             if why is not None:
                 self.fall_back(why)
-            elif self.cuda_graphs and self.policy.device.type == "cuda" and self.graphs is None:
+            elif self.policy.device.type == "cuda" and self.graphs is None:
                 self.check_graphs(FallbackGraphs(CudaGraphs(), self.say), prompts)
         elif self.decoder is CachedDecoder and is_recurrent(self.policy):
             why = self._mismatch(CachedDecoder, prompts)
