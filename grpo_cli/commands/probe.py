@@ -23,7 +23,7 @@ grpo probe [FILE | recipe=NAME] [key=value ...]
 Samples from the untrained policy and says whether the run can learn. Takes what
 `grpo train` takes, and samples and scores as it does, without training: pass
 rates, the share of groups whose rewards differ by group size, endings, lengths,
-rewards, log-probabilities, and a verdict with settings to change. Writes
+rewards, and a verdict with settings to change. Writes
 probe.json and completions.parquet (for `grpo show` and `grpo score`) to
 outputs/probe/NAME, or to output_dir. Exit code 3: the run cannot learn as it
 stands.

@@ -14,7 +14,6 @@ from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import lines
 from grpo_cli.generation.factory import make_generator
-from grpo_cli.models.policy import make_logprobs
 from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
@@ -69,16 +68,14 @@ def measured(
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(prepared.recipe, len(prompts))
     prompts += inputs.longest_unknown(recipe, prompts)
-    logprobs = make_logprobs(workers.place(model), recipe, workers, say)
+    model = workers.place(model)
     inputs.check_fits(recipe, model, prompts)
     rollouter = inputs.make_rollouter(prepared, loaded, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
     for line in scorer.descriptions:
         say(line)
     state = TrainerState(max_steps=recipe.steps)
-    parts = ProbeParts(
-        recipe, workers, tokenizer, logprobs, generator, stream, scorer, rollouter, state
-    )
+    parts = ProbeParts(recipe, workers, tokenizer, generator, stream, scorer, rollouter, state)
     bar = Bar(reporter.console, "probe", min(number, len(stream.prompts)))
     try:
         generator.update_weights(model, 0)

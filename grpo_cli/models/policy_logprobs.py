@@ -112,7 +112,6 @@ class PolicyLogprobs:
             for compiled in ([False] if compile_backend is None else [True, False])
             if (packed or not p) and (chunked or not c)
         ]
-        self.rounding = 0.0  # nats; mean error of the simplest mode in 16 bit, from the check
         self.checked = self.modes[0] == SIMPLEST
         self.checked_images = self.checked or not takes_images(model.config)
 
@@ -185,8 +184,6 @@ class PolicyLogprobs:
             failed = None
             if self_check.is_16_bit(self.model):
                 failed = self.agree_on(mismatch(compute_in_float32))
-            if right:
-                _, self.rounding, _ = simplest.errors(right[0])
             while self.modes[0] != SIMPLEST:
                 reason = failed or self.agree_on(
                     self._fault(some, temperature, simplest, right[0] if right else None)

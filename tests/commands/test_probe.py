@@ -45,7 +45,7 @@ def test_what_it_prints_and_writes(grpo: Grpo, rows: Path) -> None:
     assert (found["prompts"], found["samples"], found["completions"]) == (6, 4, 24)
     assert [*found["signal"]] == ["2", "4"]
     assert found["verdict"] in out.splitlines()
-    for said in ("probe 6/6", "share of groups", "<- generation.num_gen", "log-probs", "length"):
+    for said in ("probe 6/6", "share of groups", "<- generation.num_gen", "length"):
         assert said in out
     code, out, _ = grpo("show", str(folder), "--number=2")
     assert code == 0
@@ -81,7 +81,5 @@ def test_several_processes_find_what_one_finds(grpo: Grpo, rows: Path, tmp_path:
     one, two = written("outputs/probe/arithmetic_tiny"), written(tmp_path / "two")
     for key in ("rates", "signal", "lengths", "findings"):
         assert one[key] == two[key], key
-    assert two["mismatch"]["tokens"] == one["mismatch"]["tokens"]
-    assert two["mismatch"]["mean"] < 1e-4
     samples = stored_completions.load(tmp_path / "two" / "completions.parquet", {}, "input")
     assert len(samples) == 20

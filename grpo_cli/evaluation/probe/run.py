@@ -7,10 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, islice
 from statistics import fmean
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.algorithm.advantages import rule_function, settle
@@ -24,19 +22,15 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.evaluation.probe.signal import SIZES, over_prompts, signal_share, without_signal
-from grpo_cli.evaluation.probe.verdict import Measured, Mismatch, RewardStats, Verdict, judge
+from grpo_cli.evaluation.probe.verdict import Measured, RewardStats, Verdict, judge
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models.attention import UnsupportedModelError
-from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt, Rollout, regrouped
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, metrics_of
 
 STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
-COMPARED = 32  # completions whose log-probabilities the trainer recomputes
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
 FILE = "probe.json"
 
@@ -48,7 +42,6 @@ class ProbeParts:
     recipe: Recipe
     workers: Workers
     tokenizer: PreTrainedTokenizerBase
-    logprobs: PolicyLogprobs
     generator: Generator
     stream: PromptStream
     scorer: Scorer
@@ -113,9 +106,8 @@ def run_probe(
         counts = metrics_of([session], workers)
         groups = [group for part, _ in gathered for group in part]
         groups.sort(key=lambda g: g.prompt_index)
-        mismatch = find_mismatch(parts, recipe, groups)
     errors = {name: text for _, found in reversed(gathered) for name, text in found.items()}
-    measured = measure(recipe, groups, samples, counts, errors, mismatch)
+    measured = measure(recipe, groups, samples, counts, errors)
     return ProbeResult(measured, judge(recipe, measured), groups)
 
 
@@ -137,39 +129,12 @@ def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tu
     return list(found.values())
 
 
-def find_mismatch(parts: ProbeParts, recipe: Recipe, groups: Sequence[Group]) -> Mismatch | None:
-    """Returns |trainer's - sampler's log-probability| of the sampled tokens; None without any.
-
-    Every process computes the same rollouts, one at a time, so that sharded models run in lockstep.
-    """
-    logprobs, temperature = parts.logprobs, recipe.generation.temperature
-    # The first rollout of each group, then the second of each.
-    by_sample = chain.from_iterable(zip(*(g.rollouts for g in groups), strict=True))
-    gaps: list[float] = []
-    if reported := [r for r in islice(by_sample, COMPARED) if r.completion.ids]:
-        logprobs.check(reported, temperature)
-    with inference(logprobs.model):
-        for r in reported:
-            try:
-                found = logprobs([r], temperature)[0][0].cpu()  # [C]
-            except UnsupportedModelError as error:  # longer than the checked lengths
-                logprobs.fall_back(str(error))
-                found = logprobs([r], temperature)[0][0].cpu()
-            gap = (found - torch.tensor(r.completion.sampling_logprobs)).abs()  # [C]
-            gap = gap[r.completion.sampled_mask]
-            gaps += gap[gap.isfinite()].tolist()
-    gaps = parts.workers.gather(gaps)[0]  # of one process, so that all reach the same verdict
-    rounding = parts.workers.max(logprobs.rounding)
-    return Mismatch(fmean(gaps), max(gaps), len(gaps), rounding) if gaps else None
-
-
 def measure(
     recipe: Recipe,
     groups: Sequence[Group],
     samples: int,
     counts: Mapping[str, float],
     errors: Mapping[str, str],
-    mismatch: Mismatch | None,
 ) -> Measured:
     """Computes the numbers of a probe from its scored groups.
 
@@ -228,7 +193,6 @@ def measure(
         lengths={f"p{100 * q:g}": float(quantile(lengths, q)) for q in LENGTHS}
         | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
         rewards=rewards,
-        mismatch=mismatch,
     )
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step
-from grpo_cli.errors import counted, listed
+from grpo_cli.errors import counted
 from grpo_cli.evaluation.estimates import Estimate
-from grpo_cli.models.self_check import TIMES
 
 LOW_SIGNAL = 0.5  # share of groups with a signal below which larger groups are considered
 GAIN = 0.1  # least gain in that share for a larger group to be suggested
@@ -25,7 +24,6 @@ MANY_TRUNCATED = 0.3
 ALL_TRUNCATED = 0.99
 BY_ACCIDENT = 0.05  # pass rate below which truncated completions are right by accident
 ALL_IDENTICAL = 0.9
-MISMATCH = 0.05  # nats a token; in 16 bit at least `TIMES` the trainer's own rounding
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,6 @@ class RewardStats:
     error: str | None  # message of the first error
     constant: float | None  # the common value, if all completions have the same
     seconds: float  # mean seconds per completion
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The difference between the trainer's and the sampler's log-probabilities, in nats."""
-
-    mean: float
-    max: float
-    tokens: int
-    rounding: float = 0.0  # mean 16-bit rounding error of the trainer's log-probabilities
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,6 @@ class Measured:
     environment_error: str | None
     lengths: dict[str, float]
     rewards: dict[str, RewardStats]
-    mismatch: Mismatch | None
 
     @property
     def own_size(self) -> int:
@@ -126,7 +113,7 @@ def judge(recipe: Recipe, m: Measured) -> Verdict:
 
 
 def failures(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds failures that end a run: of rewards, of environments, of the sampler."""
+    """Finds failures that end a run: of rewards and of environments."""
     for name, reward in m.rewards.items():
         message = f"reward {name} failed on {reward.errors} of {m.completions} completions, "
         first = f"the first: it {reward.error}"
@@ -143,18 +130,6 @@ def failures(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             f"the environments of {m.failed_environments:.0%} of the rollouts failed, more than "
             f"environment.max_failed_share = {limit:g}; the last error: {m.environment_error}",
         )
-    gap, most = m.mismatch, recipe.generation.max_logp_difference
-    if gap is not None and gap.mean > max(MISMATCH, TIMES * gap.rounding):
-        message = (
-            f"the sampler's log-probabilities differ from the trainer's by {gap.mean:.3g} nats a "
-            f"token in the mean, {gap.max:.3g} at most"
-        )
-        if changed := recipe.generation.changed_by:
-            message += f"; {listed(changed)} (of generation) change what is sampled"
-        if stops := most is not None and gap.mean > most:
-            message += f"; above generation.max_logp_difference = {most:g} a run stops"
-        settings = () if changed else ("loss.sampling_correction=token_truncate",)
-        yield Finding("stops" if stops else "slows", "mismatch", message, settings)
 
 
 def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
@@ -247,11 +222,6 @@ def lines(title: str, m: Measured, verdict: Verdict) -> Iterator[str]:
     if m.stop_reasons:
         reasons = ", ".join(f"{name} {share:.1%}" for name, share in m.stop_reasons.items())
         yield f"episodes      {reasons}"
-    if (gap := m.mismatch) is not None:
-        yield (
-            f"log-probs     |trainer - sampler| is {gap.mean:.2g} nats a token in the mean, "
-            f"{gap.max:.2g} at most ({gap.tokens:,} tokens)"
-        )
     yield f"\n{masked(verdict.sentence)}"
     for number, finding in enumerate(verdict.findings):
         change = f"Change: {' '.join(finding.settings)}" if finding.settings else ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from grpo_cli.algorithm.settings import Advantage
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.evaluation.probe.run import measure, signal_key
-from grpo_cli.evaluation.probe.verdict import Measured, Mismatch
+from grpo_cli.evaluation.probe.verdict import Measured
 from grpo_cli.generation.settings import Generation
 from grpo_cli.records import Group, Rollout
 from grpo_cli.scoring.settings import Reward
@@ -50,7 +50,6 @@ def measured(groups: list[Group], recipe: Recipe = RECIPE, samples: int = 4) -> 
         samples,
         {"rewards/right/timeouts": 2.0, "time/rewards/right": 4.0},
         {},
-        Mismatch(0.2, 0.3, 2, 0.02),
     )
 
 

@@ -10,7 +10,6 @@ from grpo_cli.evaluation.estimates import Estimate
 from grpo_cli.evaluation.probe.verdict import (
     Finding,
     Measured,
-    Mismatch,
     RewardStats,
     Verdict,
     judge,
@@ -38,7 +37,7 @@ HEALTHY = Measured(
     is_constant=False, identical=0.0, truncated=0.02, stop_reasons={},
     failed_environments=0.0,
     environment_error=None, lengths={"p50": 4.0},
-    rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100),
+    rewards={"exact_match": REWARD},
 )  # fmt: skip
 
 
@@ -96,8 +95,6 @@ def test_runs_without_a_signal(changes: dict[str, Any], name: str, words: list[s
     [
         (rewards(errors=3), "reward_error", True),
         ({"failed_environments": 0.3, "environment_error": "gone"}, "environment_error", True),
-        ({"mismatch": Mismatch(1.5, 9.0, 100)}, "mismatch", True),
-        ({"mismatch": Mismatch(0.2, 9.0, 100)}, "mismatch", False),
         ({"truncated": 0.4}, "truncated", False),
     ],
 )
@@ -122,11 +119,6 @@ def test_errors_that_are_counted_do_not_stop_a_run() -> None:
     counted = replace(RECIPE, reward={"exact_match": Reward("exact_match", on_error="count")})
     verdict = judged({"rewards": {"exact_match": replace(REWARD, errors=3)}}, counted)
     assert (first(verdict).name, verdict.can_learn) == ("reward_error", True)
-
-
-def test_a_mismatch_that_rounding_explains_is_none() -> None:
-    assert judged({"mismatch": Mismatch(0.1, 9.0, 100, rounding=0.04)}).findings == []  # < 3 · 0.04
-    assert first(judged({"mismatch": Mismatch(0.1, 9.0, 100, rounding=0.03)})).name == "mismatch"
 
 
 def test_turns_that_are_cut_off() -> None:
