@@ -29,12 +29,14 @@ from packaging.requirements import Requirement
 
 import grpo_cli
 from grpo_cli import __version__, sandbox
+from grpo_cli.checkpoints import paths
 from grpo_cli.commands import doctor_nodes
-from grpo_cli.commands.doctor_nodes import driver_version, hash_of_code, installed_version
-from grpo_cli.config import parsing
-from grpo_cli.config.command_line import as_words
+from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
+from grpo_cli.config import parsing, sources
+from grpo_cli.config.command_line import DEFAULT_RECIPE, as_words, recipe_files
 from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.config.interpolation import SECRET, publishable
+from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import RECIPE_KEYS, described, recipe_key
 from grpo_cli.errors import TrainingError, UserError, first_line, nearest, typed_line
@@ -43,14 +45,14 @@ USAGE = """\
 grpo doctor [recipe=NAME] [key=value ...]
 
 Prints the versions, devices, sandbox, disk, hub and variables of this machine,
-and what the start of the given recipe would refuse. Nothing is downloaded or
-changed. Exit code 1 if something is broken, of the machine or of
+and what is missing to train each shipped recipe, or the given one. Nothing is
+downloaded or changed. Exit code 1 if something is broken, of the machine or of
 the given recipe.
 
 """
 OK, NOTE, BROKEN = " ", "*", "!"  # NOTE: may matter; BROKEN: grpo or the recipe cannot run
 DISTRIBUTION = "grpo-cli"
-GB, GIB = 1e9, 2**30
+GIB = 2**30
 LEAST_FREE_GB = 10.0
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VARIABLES = re.compile(
@@ -105,9 +107,8 @@ def main(argv: list[str]) -> None:
         "disk": lambda: disks(folder),
         "hub": hub,
         "environment": lambda: variables(os.environ),
+        "recipes": lambda: recipes(recipe),
     }
-    if recipe is not None:
-        sections["recipe"] = lambda: refusals(recipe) or [Line("recipe", "nothing is missing")]
     broken = []
     for section, check in sections.items():
         print(f"\n{section}", flush=True)
@@ -277,7 +278,20 @@ def _run(program: str) -> tuple[list[str], str]:
     return done.stdout.splitlines(), ended
 
 
-# The recipe.
+# The recipes.
+
+
+def recipes(recipe: Recipe | None) -> Iterator[Line]:
+    """Yields the missing parts of the given recipe, or one finding for each shipped recipe."""
+    if recipe is not None:
+        yield from lacks(recipe) or [Line("recipe", "nothing is missing")]
+        return
+    for path in recipe_files():
+        if path.stem == DEFAULT_RECIPE:  # its model and rows are the user's
+            continue
+        found = lacks(composed([f"recipe={path.stem}"]))
+        said = "; ".join(f.value for f in found) or "nothing is missing"
+        yield Line(path.stem, said, NOTE if found else OK)
 
 
 def composed(words: list[str]) -> Recipe:
@@ -287,8 +301,13 @@ def composed(words: list[str]) -> Recipe:
     return found[0]
 
 
-def refusals(recipe: Recipe) -> list[Line]:
-    """Returns what the checks at the start of a run would refuse. Loads no model and no data."""
+def lacks(recipe: Recipe) -> list[Line]:
+    """Returns the findings on missing requirements of a recipe on this machine. Loads no model."""
+    return [*_refusals(recipe), *_not_cached(recipe)]
+
+
+def _refusals(recipe: Recipe) -> Iterator[Line]:
+    """Yields the packages, names and files that the checks at the start of a run would refuse."""
     from huggingface_hub import get_token
 
     from grpo_cli.models import optimizers
@@ -312,13 +331,33 @@ def refusals(recipe: Recipe) -> list[Line]:
             checks[f"{key}.args.guards"] = partial(sandbox.find_level, guards)
     if recipe.runs_programs:
         checks["eval.mode"] = partial(sandbox.find_level, recipe.generation.tools.guards)
-    found = []
     for name, check in checks.items():
         try:
             check()
         except (UserError, sandbox.SandboxError) as error:
-            found.append(Line(name, str(error), BROKEN))
+            yield Line(name, str(error), BROKEN)
     if recipe.hub.repo is not None and not get_token():
-        advice = "hf auth login, or HF_TOKEN"
-        found.append(Line("hub", "there is no token to push with", BROKEN, advice))
-    return found
+        yield Line("hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN")
+
+
+def _not_cached(recipe: Recipe) -> Iterator[Line]:
+    """Yields the model and the data that are not on this machine."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    status = BROKEN if constants.HF_HUB_OFFLINE else NOTE
+    path, dataset = recipe.model.path, recipe.dataset
+    if path is not None and recipe.model.build is None and not paths.looks_local(path):
+        config = try_to_load_from_cache(path, "config.json", revision=recipe.model.revision)
+        if not isinstance(config, str) or not any(Path(config).parent.glob("*.safetensors")):
+            yield Line("model.path", f"{path} is not cached", status, f"hf download {path}")
+    named = {"dataset.train": dataset.train, "dataset.eval": dataset.eval}
+    for group in ("dataset.mixture", "dataset.held_out", "benchmark"):
+        named |= {f"{group}.{name}.data": p.data for name, p in value_at(recipe, group).items()}
+    for source, key in {source: key for key, source in named.items() if source}.items():
+        local = sources.local_path(source)
+        folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.replace('/', '--')}"
+        if local is None and not folder.is_dir():
+            advice = f"hf download --repo-type dataset {source}"
+            yield Line(key, f"{source} is not cached", status, advice)
+        elif local is not None and not local.exists() and not sources.is_pattern(local):
+            yield Line(key, f"{source}: there is no such file or folder", BROKEN)

@@ -3,8 +3,8 @@
 One process runs on each node. The process of the first node hosts a TCP store, leads the others
 through these stages, and prints one line with the node's name for each problem:
 
-    facts      every node reports its versions and GPUs, and whether it can write to the first
-               node's folder of the run
+    facts      every node reports its versions, GPUs, free disk and ports, and whether it sees the
+               first node's folder of the run
     sum        one sum over all nodes by gloo
     verdict    every node exits with it
 
@@ -16,12 +16,15 @@ ones.)
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -38,6 +41,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.words import option, options_as_words, parse, split
 from grpo_cli.errors import TrainingError, UserError, counted, first_line
 
+GB = 1e9
 PORT = 29400  # default port of the store
 RENDEZVOUS_SHARE = 0.6  # share of the time limit; the other stages have the rest
 POLL_SECONDS = 0.05
@@ -62,6 +66,9 @@ class NodesOptions:
         None, f"HOST:PORT on the first node; default: the name of the first node, port {PORT}."
     )
     dir: str = knob(".", "Folder of the run, the same on all nodes.")
+    port: list[str] = knob([], "NODE:PORT that must be free; may be given several times.")
+    gpus: int | None = knob(None, "Number of GPUs that each node must have.", ge=0)
+    min_free_gb: float = knob(10.0, "Least free space in the folder of the run, in GB.", ge=0)
     timeout: float = knob(60.0, "Seconds that the complete check may take.", ge=5)
 
     def __post_init__(self) -> None:
@@ -80,11 +87,12 @@ class NodesOptions:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the store."""
-        text = self.master or f"{self.names[0]}:{PORT}"
-        host, colon, port = text.rpartition(":")
-        if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-            raise UserError(f"--master = {text}: must be NAME:PORT.")
-        return host, int(port)
+        return _address("--master", self.master or f"{self.names[0]}:{PORT}")
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """The ports that must be free, each with the name of its node."""
+        return [_address("--port", port) for port in self.port]
 
     @property
     def folder(self) -> Path:
@@ -113,17 +121,26 @@ def settings_of(argv: Sequence[str]) -> NodesOptions:
         raise UserError(f"--nodes = {settings.nodes}: must be different names, as a,b,c.")
     if rank >= len(names):
         raise UserError(f"--rank = {rank}: must be from 0 to {len(names) - 1}, as --nodes says.")
+    if strange := [name for name, _ in settings.ports if name not in names]:
+        raise UserError(f"--port: {strange[0]} is none of --nodes.")
     assert settings.address, "is checked"
     return settings
+
+
+def _address(option: str, text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"{option} = {text}: must be NAME:PORT.")
+    return host, int(port)
 
 
 # The facts of a node.
 
 
 def facts_of(settings: NodesOptions) -> Facts:
-    """Returns values that must be equal on all nodes, and this node's problems.
+    """Returns values that must be equal on all nodes, this node's problems, and its free disk (GB).
 
-    For example `{"equal": {"torch": "2.13.0", "GPUs": 8}, "problems": []}`.
+    For example `{"equal": {"torch": "2.13.0", "GPUs": 8}, "problems": [], "free": 900.0}`.
     """
     import torch
 
@@ -139,14 +156,27 @@ def facts_of(settings: NodesOptions) -> Facts:
         "GPUs": gpus,
         "kind of GPU": torch.cuda.get_device_name() if gpus else "none",
     }
-    problems = []
+    problems = [
+        f"port {port} is taken, and training needs it"
+        for name, port in settings.ports
+        if name == settings.name and not is_free(port)
+    ]
+    if settings.gpus not in (None, gpus):
+        problems.append(f"shows {gpus} GPUs, {settings.gpus} are asked for")
+    free = 0.0
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=settings.folder):
-            pass
+            free = shutil.disk_usage(settings.folder).free / GB
     except OSError as error:
         problems.append(f"cannot write to {settings.folder}: {error.strerror or error}")
-    return {"equal": equal, "problems": problems}
+    else:
+        if free < settings.min_free_gb:
+            problems.append(
+                f"{free:.1f} GB free in {settings.folder}, at least {settings.min_free_gb:g} are "
+                "needed"
+            )
+    return {"equal": equal, "problems": problems, "free": free}
 
 
 def hash_of_code() -> str:
@@ -174,6 +204,18 @@ def driver_version() -> str:
         return "none"
     numbers = [w for w in line.split() if w[0].isdigit() and "." in w]
     return numbers[0] if numbers else line
+
+
+def is_free(port: int) -> bool:
+    """Returns whether this process could listen at a port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            attempt.bind(("", port))
+            attempt.listen()
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 def sees_file(path: Path, patience: float) -> bool:
@@ -312,10 +354,10 @@ def lead(settings: NodesOptions) -> None:
             f"doctor: {counted(len(problems), 'thing')} to put right before "
             f"{counted(len(settings.names), 'node')} can train together"
         )
-    equal = reports[0]["equal"]
+    equal, free = reports[0]["equal"], min(f["free"] for f in reports.values())
     print(
         f"doctor: {_named(settings.names)} can train together: {equal['GPUs']} GPUs each, torch "
-        f"{equal['torch']}, in {settings.folder}",
+        f"{equal['torch']}, {free:.0f} GB free in {settings.folder}",
         flush=True,
     )
 

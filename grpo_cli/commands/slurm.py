@@ -76,6 +76,11 @@ class SlurmOptions:
     file: str | None = knob(
         None, "File to write the script to; null: a file in the run's output folder."
     )
+    min_free_gb: float = knob(
+        10.0,
+        "Least free space in the run's folder, in GB; with less, the job does not start.",
+        ge=0,
+    )
     preflight_timeout: int = knob(60, "Seconds that the check of the nodes may take.", ge=10)
     check: bool = knob(
         True, "Also load the data and try the rewards here; false: only compose the recipe."
@@ -272,6 +277,7 @@ def script(settings: SlurmOptions, words: Sequence[str], place: Place, command: 
         s=s,
         place=place,
         kinds=" and ".join(kinds),
+        gpus=gpus,
         processes=processes,
         command=" ".join(command.split()),
         sbatch=[_quoted(option) for option in _options(options)],

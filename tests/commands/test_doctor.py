@@ -10,7 +10,7 @@ from grpo_cli import cli, sandbox
 from grpo_cli.commands import doctor
 from grpo_cli.commands.doctor import BROKEN, NOTE, OK, Line
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.data.settings import Dataset
+from grpo_cli.data.settings import Dataset, HeldOut
 from grpo_cli.models.settings import Adapter, Model, Optimizer
 from grpo_cli.reporting.settings import Hub
 from grpo_cli.scoring.settings import Reward
@@ -81,30 +81,40 @@ def recipe(**changes: Any) -> Recipe:
 
 
 @table(
-    ("changes", "name", "said"),
+    ("changes", "name", "status", "said"),
     [
-        ({"model": Model(path="./no")}, "model.path", "there is no such folder"),
-        ({"reward": {"x": Reward("mth")}}, "reward.x", "there is no reward 'mth'"),
-        ({"hub": Hub(repo="a/b")}, "hub", "no token"),
-        ({"reward": {"c": Reward("code")}}, "reward.c.args.guards", "none works"),
-        ({"optimizer": Optimizer("adm")}, "optimizer", "must be one of"),
-        ({"adapter": Adapter("lora")}, "adapter", "peft is not installed"),
+        ({"model": Model(path="no/such")}, "model.path", NOTE, "no/such is not cached"),
+        ({"model": Model(path="./no")}, "model.path", BROKEN, "there is no such folder"),
+        ({"dataset": Dataset(train="no/rows")}, "dataset.train", NOTE, "no/rows is not cached"),
+        ({"dataset": Dataset(train="no.jsonl")}, "dataset.train", BROKEN, "no such file"),
+        (
+            {"dataset": Dataset(held_out={"a": HeldOut("no.jsonl")})},
+            "dataset.held_out.a.data",
+            BROKEN,
+            "no such file",
+        ),
+        ({"reward": {"x": Reward("mth")}}, "reward.x", BROKEN, "there is no reward 'mth'"),
+        ({"hub": Hub(repo="a/b")}, "hub", BROKEN, "no token"),
+        ({"reward": {"c": Reward("code")}}, "reward.c.args.guards", BROKEN, "none works"),
+        ({"optimizer": Optimizer("adm")}, "optimizer", BROKEN, "must be one of"),
+        ({"adapter": Adapter("lora")}, "adapter", BROKEN, "peft is not installed"),
     ],
 )
-def test_what_the_start_of_a_recipe_refuses(
-    changes: dict[str, Any], name: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_what_a_recipe_lacks(
+    changes: dict[str, Any], name: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(guards: str) -> None:
         raise sandbox.SandboxError("none works")
 
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         patch.setattr("huggingface_hub.get_token", lambda: None)
         patch.setattr(sandbox, "find_level", refuse)
         if "adapter" in changes:
             patch.setattr("importlib.util.find_spec", lambda name: None)
-        found = doctor.refusals(recipe(**changes))
-    assert [(f.name, f.status) for f in found] == [(name, BROKEN)]
+        found = doctor.lacks(recipe(**changes))
+    assert [(f.name, f.status) for f in found] == [(name, status)]
     assert said in found[0].value
 
 
@@ -113,7 +123,7 @@ def test_a_run_as_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
     saved.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (saved / name).touch()
-    assert doctor.refusals(recipe(model=Model(path=str(tmp_path)))) == []
+    assert doctor.lacks(recipe(model=Model(path=str(tmp_path)))) == []
 
 
 @pytest.mark.programs
@@ -129,7 +139,7 @@ def test_the_report_of_this_machine(
     out = capsys.readouterr().out
     assert "\n  HF_HOME                ~/x\n" in out
     assert "\n* sandbox                cannot be found out: OSError: no\n" in out
-    assert "\nrecipe\n  recipe                 nothing is missing\n" in out
+    assert "\nrecipes\n  recipe                 nothing is missing\n" in out
     assert max(map(len, out.splitlines())) <= 98
 
     disks = lambda folder: [Line("disk", "is read-only", BROKEN)]  # noqa: E731

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ EQUAL = {
     "driver": "580.1",
     "GPUs": 8,
 }
-FACTS: Facts = {"problems": []}
+FACTS: Facts = {"problems": [], "free": 900.0}
 
 
 def asked(nodes: str = "a,b,c", **changed: Any) -> NodesOptions:
@@ -62,9 +63,19 @@ def test_a_node_that_has_not_arrived() -> None:
     assert list(problems) == ["b: has not arrived; a and c waited for it"]
 
 
+def test_ports_that_are_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        assert not doctor_nodes.is_free(port)
+    assert doctor_nodes.is_free(port)
+
+
 def test_a_node_finds_its_problems(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
+    found = doctor_nodes.facts_of(asked(dir=str(tmp_path), gpus=99, min_free_gb=1e8))["problems"]
+    assert found[0].endswith("GPUs, 99 are asked for")
+    assert found[1].endswith(f" GB free in {tmp_path}, at least 1e+08 are needed")
     (found,) = doctor_nodes.facts_of(asked(dir=str(file / "run")))["problems"]
     assert found == f"cannot write to {file / 'run'}: Not a directory"
 
@@ -80,6 +91,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start_node(rank: int, *words: str, nodes: str = "a,b,c", **environment: str) -> Any:
         known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         options = [f"--nodes={nodes}", f"--rank={rank}", f"--master=127.0.0.1:{port}"]
+        options.append("--min-free-gb=0")
         if not any(w.startswith("--dir") for w in words):
             options.append(f"--dir={tmp_path / 'run'}")
         process = subprocess.Popen(
@@ -106,7 +118,7 @@ def test_two_nodes(start: Start, tmp_path: Path) -> None:
     codes, said = ends(*(start(rank, nodes="a,b") for rank in range(2)))
     assert codes == [0, 0], said
     assert said[0].startswith("doctor: a and b can train together: ")
-    assert said[0].endswith(f", in {tmp_path / 'run'}\n")
+    assert said[0].endswith(f" GB free in {tmp_path / 'run'}\n")
     assert said[1] == ""
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -116,17 +128,20 @@ def test_everything_that_is_wrong_is_said_at_once(start: Start, tmp_path: Path) 
     info = tmp_path / "other" / "transformers-4.0.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
-    codes, said = ends(
-        start(0),
-        start(1, f"--dir={tmp_path / 'elsewhere'}"),
-        start(2, PYTHONPATH=f"{info.parent}:{ROOT}"),
-    )
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        codes, said = ends(
+            start(0, "--gpus=0", f"--port=c:{port}"),
+            start(1, f"--dir={tmp_path / 'elsewhere'}"),
+            start(2, f"--port=c:{port}", PYTHONPATH=f"{info.parent}:{ROOT}"),
+        )
     assert codes == [1, 1, 1], said
     lines = said[0].splitlines()
     assert lines[0].startswith("doctor: c: transformers is 4.0.0; ")
     assert lines[0].endswith(" on a and b")
     assert lines[1].startswith(f"doctor: b: {tmp_path / 'elsewhere'} is not the folder that a")
-    assert lines[2:] == ["grpo: doctor: 2 things to put right before 3 nodes can train together"]
+    assert lines[2] == f"doctor: c: port {port} is taken, and training needs it"
+    assert lines[3:] == ["grpo: doctor: 3 things to put right before 3 nodes can train together"]
     assert said[1:] == ["", ""]
 
 

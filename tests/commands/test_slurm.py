@@ -245,8 +245,8 @@ def test_a_run_to_its_end(make: Callable[..., Batch]) -> None:
     assert job.sit() == 0, job.said
     (_, checks, _), (_, trains, environment) = job.calls()
     assert checks[3:] == [
-        "--nodes=n1,n2,n3", "--rank=0", "--master=n1:23001", f"--dir={job.run}",
-        "--timeout=60",
+        "--nodes=n1,n2,n3", "--rank=0", "--master=n1:23001", f"--dir={job.run}", "--gpus=2",
+        "--port=n1:15001", "--min-free-gb=10", "--timeout=60",
     ]  # fmt: skip
     assert trains == [
         "-m", "torch.distributed.run", "--nnodes=3", "--node-rank=0", "--nproc-per-node=2",
@@ -274,6 +274,7 @@ def test_nodes_that_serve(make: Callable[..., Batch]) -> None:
     assert time.monotonic() - begin < 15
     assert (job.fake / "ended").exists()  # as politely as it was asked to
     by_kind = {kind: words for kind, words, _ in job.calls()}
+    assert by_kind["doctor"][7:10] == ["--gpus=2", "--port=n1:15001", "--port=n3:7001"]
     words = [
         "recipe=math_qwen", "generation=vllm_server",
         "generation.vllm.servers=[http://n3:7001]",

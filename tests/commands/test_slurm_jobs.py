@@ -55,7 +55,7 @@ class Cluster:
         data = self.folder / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
         known = [
-            "gpus_per_node=0", "time=0:20:00", "grace=60", "check=false",
+            "gpus_per_node=0", "time=0:20:00", "grace=60", "check=false", "min_free_gb=0.1",
             "recipe=arithmetic_tiny", f"dataset.train={data}", f"dataset.eval={data}",
             *SETTINGS, f"steps={STEPS}", "+reward.evens.function=slurm_rewards:evens",
         ]  # fmt: skip
