@@ -92,7 +92,43 @@ def _validator(text: str, where: str | None = None) -> Any:
     except (SchemaError, RecursionError) as error:
         reason = getattr(error, "message", str(error))
         raise ValueError(f"{must} a valid JSON schema: {reason:.200}.") from error
+    _check_references(schema, kind, must)
     return kind(schema, registry=Registry())  # one that fetches nothing
+
+
+def _check_references(schema: Any, kind: Any, must: str) -> None:
+    """Looks up what the schema refers to: a validator does so only when a completion leads there.
+
+    Raises:
+        ValueError: there is no such place.
+    """
+    from jsonschema_specifications import REGISTRY
+    from referencing import Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    draft = specification_with(kind.ID_OF(kind.META_SCHEMA))
+    seen = set()
+
+    def check(resource: Any, resolver: Any) -> None:
+        for keyword in ("$ref", "$dynamicRef"):
+            place = resource.contents.get(keyword) if isinstance(resource.contents, dict) else None
+            if not isinstance(place, str):
+                continue
+            try:
+                target = resolver.lookup(place)
+            except Unresolvable as error:
+                raise ValueError(
+                    f"{must} complete: {keyword} {place!r} is not in it, and nothing is fetched."
+                ) from error
+            if id(target.contents) not in seen:
+                seen.add(id(target.contents))
+                check(draft.create_resource(target.contents), target.resolver)
+        for part in resource.subresources():
+            check(part, resolver.in_subresource(part))
+
+    root = Resource.from_contents(schema, default_specification=draft)
+    check(root, REGISTRY.resolver_with_root(root))
 
 
 def _is_valid(text: str, validator: Any) -> bool:

@@ -51,7 +51,7 @@ class AdaptiveEntropyBonus:
         target = config.entropy_target
         if target is None:
             return config.entropy_coef
-        if self.entropy is None or self.entropy > target:
+        if self.entropy is None or not self.entropy <= target:  # a NaN too
             return 0.0
         return config.entropy_coef if self.adapted is None else self.adapted
 

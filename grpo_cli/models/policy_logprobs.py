@@ -258,7 +258,7 @@ class PolicyLogprobs:
         autocast = self.autocast
 
         @contextlib.contextmanager
-        def entered() -> Iterator[None]:  # `autocast` may also switch an adapter off
+        def entered() -> Iterator[None]:  # `autocast` may also replace an adapter
             with autocast(), torch.autocast(fsdp.device_of(self.model).type, enabled=False):
                 yield
 

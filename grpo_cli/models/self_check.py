@@ -221,7 +221,7 @@ def with_gradient(
     with torch.enable_grad(), recomputing(model):
         logprobs, _ = compute()
         signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
-        if not logprobs.requires_grad:  # the adapter is switched off
+        if not logprobs.requires_grad:  # of a reference
             return Outcome.of(rollouts, logprobs)
         mixed = (logprobs * signs.view_as(logprobs)).sum()
         if fsdp.is_sharded(model):  # the backward sums gradients over processes

@@ -4,8 +4,8 @@
 
 A sharded model keeps its share of each tensor; embedding, head and three layers are gathered while
 it computes. In the embedded engine all completions count as long as the longest. Their cache is a
-quarter larger while it grows. An adapter's reference is the model with the adapter switched off.
-Left out: work space of matrix products, images, and the memory of Python and libraries.
+quarter larger while it grows. An adapter's reference is a copy of the initial adapter. Left out:
+work space of matrix products, images, and the memory of Python and libraries.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def resting(job: Job) -> dict[str, float]:
             parts["optimizer state"] += sizes.vocab * sizes.hidden * (8 - state)
     elif recipe.distributed.offload == "all":
         parts = dict.fromkeys(parts, 0.0)
-    if recipe.needs_reference and not sizes.adapter:
-        parts["reference"] = weights
+    if recipe.needs_reference:
+        parts["reference"] = parts["adapter"] if sizes.adapter else weights
     return parts
 
 

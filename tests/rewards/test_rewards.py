@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from referencing.exceptions import Unresolvable
 
 from grpo_cli.rewards import REGISTERED, _text, shipped, traits_of
 from grpo_cli.rewards.choice import choice
@@ -106,12 +105,6 @@ def test_errors_name_the_argument_and_the_remedy(
     with pytest.raises(ValueError, match=f"^{row['reward']}: {sentence}") as error:
         called(row["reward"], **{"completions": ["7"], **ANY, **row["given"]})
     assert len(str(error.value)) < 600
-
-
-def test_a_schema_that_refers_elsewhere_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("urllib.request.urlopen", None)
-    with pytest.raises(Unresolvable, match=r"http://localhost:9/a\.json"):
-        json_schema(completions=["7"], schema={"$ref": "http://localhost:9/a.json"})
 
 
 @table("row", rows_of("rewards/choice_cases.jsonl"))

@@ -242,7 +242,8 @@ def tokens_of(
             cells["advantages"] = _numbers(own) / ADVANTAGE_STEP
         if (sampled := row.get("sampled")) is not None:
             cells["foreign"] = 1 - _numbers(sampled)
-        found[i] = {name: np.round(v).astype(int).tolist() for name, v in cells.items()}
+        finite = {name: np.nan_to_num(v, posinf=9999, neginf=-9999) for name, v in cells.items()}
+        found[i] = {name: np.round(v).astype(int).tolist() for name, v in finite.items()}
     return found, used.tolist()
 
 
