@@ -2,9 +2,9 @@
 
     python scripts/check_self_checks.py --draws 200      # hours; --draws 5 takes a few minutes
 
-Each precision and each computation (packed rows, logits in chunks, the engine) is checked on
-`--draws` draws of prompts and completions, of which none may be rejected. Then each fault is built
-in once, and has to be found. `make test-real` does five draws.
+Each precision and each computation (packed rows, logits in chunks, the engine, compiled layers) is
+checked on `--draws` draws of prompts and completions, of which none may be rejected. Then each
+fault is built in once, and has to be found. `make test-real` does five draws.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,14 +37,16 @@ from grpo_cli.generation.embedded.decode_batch import DecodeBatch  # noqa: E402
 from grpo_cli.generation.embedded.direct_forward import DirectForward  # noqa: E402
 from grpo_cli.generation.embedded.generator import TransformersGenerator  # noqa: E402
 from grpo_cli.generation.sampling import Sampling  # noqa: E402
-from grpo_cli.models import adapters, packing, policy_logprobs  # noqa: E402
+from grpo_cli.models import adapters, loading, packing, policy_logprobs, self_check  # noqa: E402
 from grpo_cli.models.attention import Layout, Prefix  # noqa: E402
+from grpo_cli.models.policy import COMPILE_BACKEND  # noqa: E402
 from grpo_cli.models.policy_logprobs import PolicyLogprobs  # noqa: E402
+from grpo_cli.models.settings import Model  # noqa: E402
 from grpo_cli.models.vision import PositionIds  # noqa: E402
 from grpo_cli.records import Prompt, Rollout, sampled_mask  # noqa: E402
 
-PRECISIONS = ("float32", "bf16 autocast", "bf16 weights", "fp16 autocast")
-COMPUTATIONS = ("packed", "chunked", "engine")
+PRECISIONS = ("float32", "bf16 autocast", "bf16 weights", "fp16 autocast", "QLoRA")
+COMPUTATIONS = ("packed", "chunked", "engine", "compiled")
 MOVED = 0.1  # nats that updates move the mean log-probability by
 MOST_UPDATES = 500
 QUESTIONS = (
@@ -61,16 +64,60 @@ Fault = Callable[[PreTrainedModel, PreTrainedModel], contextlib.AbstractContextM
 
 
 def autocast(precision: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    if "autocast" not in precision:
+    if precision in ("float32", "bf16 weights"):
         return contextlib.nullcontext
     dtype = torch.float16 if precision.startswith("fp16") else torch.bfloat16
     return partial(torch.autocast, "cpu", dtype=dtype)
 
 
 def in_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
-    """Returns a copy of a model in the dtype of the weights."""
+    """Returns a copy of a model in the dtype of the weights, for QLoRA with an adapter in use."""
+    if precision == "QLoRA":
+        config = Model(quantization="nf4")
+        model, _ = loading.load(config, real_model.folder(), half_type=torch.bfloat16)
+        adapters.attach(model, adapter_config(), seed=0)
+        for name, p in model.named_parameters():
+            if ".lora_B." in name:
+                nn.init.normal_(p, std=0.01)
+        return model.eval()
     dtype = torch.bfloat16 if precision == "bf16 weights" else torch.float32
     return copy.deepcopy(model).to(dtype)
+
+
+def adapter_config() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+@contextlib.contextmanager
+def computed_once() -> Iterator[None]:
+    """Computes a mode in a precision once for all checks within, which must be of the same rows.
+
+    A computation in float32 serves all precisions, whose weights are the same numbers.
+    """
+    in_float32, with_gradient = self_check.in_float32, self_check.with_gradient
+    wide: list[PreTrainedModel] = []
+    known: dict[tuple[Any, ...], Any] = {}
+
+    @contextlib.contextmanager
+    def widened(model: PreTrainedModel) -> Iterator[None]:
+        wide.append(model)
+        with in_float32(model):
+            yield
+        wide.pop()
+
+    def once(model: PreTrainedModel, rollouts: Sequence[Rollout], compute: Any) -> Any:
+        with compute.func.__self__.autocast():
+            narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        dtype = torch.float32 if wide else narrow or model.dtype
+        key = (adapters.attached_config(model) is None, dtype, compute.args[0])
+        if key not in known:
+            known[key] = with_gradient(model, rollouts, compute)
+        return known[key]
+
+    with patch.multiple(self_check, in_float32=widened, with_gradient=once):
+        yield
 
 
 def sample(model: PreTrainedModel, tokenizer: Any, count: int, seed: int) -> list[list[Rollout]]:
@@ -100,7 +147,9 @@ def reason(
         generator.generate([r.prompt for r in rollouts[::2]], 1, Sampling(max_tokens=1), [0, 0])
     else:
         how: dict[str, Any] = {"autocast": autocast(precision), "say": said.append}
-        own = PolicyLogprobs(model, packed=computation == "packed", **how)
+        if computation == "compiled":
+            how["compile_backend"] = COMPILE_BACKEND
+        own = PolicyLogprobs(model, packed=computation != "chunked", **how)
         own.check(rollouts, 1.0)
         assert own.checked
     return " ".join(said)
@@ -215,9 +264,8 @@ def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Leaves the adapter out where rows are packed or the engine decodes."""
     off = contextlib.ExitStack()
     zeros = {name: torch.zeros_like(p) for name, p in adapters.tensors_of(model).items()}
-    return around(
-        model.model, lambda: off.enter_context(adapters.replaced(model, zeros)), off.close
-    )
+    without = partial(adapters.replaced, model, zeros)
+    return around(model.model, lambda: off.enter_context(without()), off.close)
 
 
 OF_HEAD = partial(arguments, policy_logprobs, "linear_logprobs")
@@ -254,10 +302,7 @@ def updated(
     """Returns a copy after updates that move the mean log-probability of rollouts by `MOVED`."""
     moved = copy.deepcopy(model)
     if adapter:
-        from peft import LoraConfig
-
-        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
-        adapters.attach(moved, config, seed=0)
+        adapters.attach(moved, adapter_config(), seed=0)
     trained = [p for p in moved.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4 if adapter else 2e-6, weight_decay=0.0)
     policy = PolicyLogprobs(moved, packed=False, chunked=False)
@@ -286,40 +331,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS[:3], choices=PRECISIONS)
-    parser.add_argument("--computations", nargs="+", default=COMPUTATIONS, choices=COMPUTATIONS)
+    parser.add_argument("--computations", nargs="+", default=[*FAULTS], choices=COMPUTATIONS)
     given = parser.parse_args()
-    half_products.install()
+    half_products.install(always="fp16 autocast" in given.precisions)
     tokenizer = AutoTokenizer.from_pretrained(real_model.folder())
     loaded = AutoModelForCausalLM.from_pretrained(real_model.folder(), dtype=torch.float32)
     with torch.no_grad():
         groups = sample(loaded, tokenizer, max(8, min(given.draws, 64)), seed=0)
     groups = [g for g in groups if max(len(r.completion.ids) for r in g) > 8]
-    wrong = 0
+    models = {precision: in_precision(loaded, precision) for precision in given.precisions}
+    wrong, begin = 0, time.monotonic()
+    for n, rollouts in enumerate(draws_of(groups, given.draws, seed=0), 1):
+        with computed_once():
+            for (precision, model), computation in product(models.items(), given.computations):
+                if found := reason(computation, precision, model, rollouts):
+                    wrong += 1
+                    print(f"{precision:14} {computation:8} draw {n} REJECTED {found}", flush=True)
+        if n % 20 == 0:
+            said = f"{n} draws, {(time.monotonic() - begin) / n:.1f} s each, rejected"
+            print(f"{said} {wrong} of {n * len(models) * len(given.computations)}", flush=True)
     some = [*groups[0], *groups[1]]
     moved, adapted = updated(loaded, some), updated(loaded, some, adapter=True)
-    for precision in given.precisions:
-        model = in_precision(loaded, precision)
-        for computation in given.computations:
-            begin, rejected = time.monotonic(), []
-            for rollouts in draws_of(groups, given.draws, seed=0):
-                if found := reason(computation, precision, model, rollouts):
-                    rejected.append(found)
-            wrong += len(rejected)
-            each = (time.monotonic() - begin) / max(given.draws, 1)
-            said = f"rejected {len(rejected)} of {given.draws} ({each:.1f} s each)"
-            print(f"{precision:14} {computation:8} {said} {rejected[:1] or ''}", flush=True)
-            rollouts = next(draws_of(groups, 1, seed=1))
-            before = in_precision(loaded, precision)
-            tried = {name: (moved, fault) for name, fault in FAULTS[computation].items()}
-            if computation != "chunked":
-                tried["the adapter not applied"] = (adapted, without_adapter)
-            for name, (changed, fault) in tried.items():
-                after = in_precision(changed, precision)
-                with fault(after, before):
-                    found = reason(computation, precision, after, rollouts)
-                wrong += not found
-                said = f"{name:24} {found or 'NOT FOUND'}"
-                print(f"{precision:14} {computation:8} {said}", flush=True)
+    rollouts = next(draws_of(groups, 1, seed=1))
+    for precision, computation in product(given.precisions, given.computations):
+        tried = {name: (moved, fault) for name, fault in FAULTS.get(computation, {}).items()}
+        if computation in ("packed", "engine"):
+            tried["the adapter not applied"] = (adapted, without_adapter)
+        for name, (changed, fault) in tried.items() if precision in PRECISIONS[:3] else ():
+            after = in_precision(changed, precision)
+            with fault(after, models[precision]):
+                found = reason(computation, precision, after, rollouts)
+            wrong += not found
+            print(f"{precision:14} {computation:8} {name:24} {found or 'NOT FOUND'}", flush=True)
     return int(wrong > 0)
 
 

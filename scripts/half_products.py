@@ -26,9 +26,9 @@ def are_quick() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def install() -> None:
-    """Replaces the products of this process, unless the processor has its own."""
-    if installed or are_quick():
+def install(*, always: bool = False) -> None:
+    """Replaces the products of this process, where the processor has its own only if `always`."""
+    if installed or (are_quick() and not always):
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     installed.append(library)

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 5, 16, 8, 64, 3e-5, 16
+STEPS, EVERY, PROMPTS, COMPLETIONS, TOKENS, RATE, PARTS = 20, 5, 16, 8, 64, 3e-5, 16
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0},
     "grpo": {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": False},
@@ -38,7 +38,7 @@ def train_ours(args: argparse.Namespace, scratch: Path) -> list[Point]:
     """Trains with `grpo train`; returns the evaluations."""
     words = (
         f"recipe=chat_sums model.path={args.model} loss={args.loss} seed={args.seed} "
-        f"steps={args.steps} mixed_precision={args.precision} eval.every={EVERY} "
+        f"steps={STEPS} mixed_precision={args.precision} eval.every={EVERY} "
         f"checkpoint.every=0 log.report=false overwrite=true output_dir={scratch}"
     )
     subprocess.run([sys.executable, "-m", "grpo_cli", "train", *words.split()], check=True)
@@ -107,7 +107,7 @@ def train_trl(args: argparse.Namespace, scratch: Path) -> list[Point]:
             self.begin = time.monotonic()
 
     config = GRPOConfig(
-        output_dir=str(scratch), seed=args.seed, max_steps=args.steps, learning_rate=RATE,
+        output_dir=str(scratch), seed=args.seed, max_steps=STEPS, learning_rate=RATE,
         per_device_train_batch_size=PROMPTS * COMPLETIONS // PARTS,
         gradient_accumulation_steps=PARTS, num_generations=COMPLETIONS,
         max_completion_length=TOKENS, temperature=1.0, lr_scheduler_type="cosine",
@@ -160,7 +160,6 @@ def main() -> None:
     parser.add_argument("--loss", default="dapo", choices=LOSSES)
     parser.add_argument("--side", default="ours", choices=("ours", "trl"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", default="bf16", choices=("bf16", "no"))
     parser.add_argument("--model", default=str(real_model.folder()))
     parser.add_argument("--picture", type=Path, help="draw the runs in OUT, and train nothing")
