@@ -39,7 +39,7 @@ def test_code_tries_no_more_tests_than_it_needs(
 
     def grade(*_: Any, stop_at_failure: bool, **__: Any) -> sandbox.SandboxResult:
         asked.append(stop_at_failure)
-        return sandbox.SandboxResult(0.0, 0, 2, "", 0.0)
+        return sandbox.SandboxResult(0.0, 0, 2, "")
 
     monkeypatch.setattr(sandbox, "grade", grade)
     assert code([GOOD], [TESTS], partial=partial) == [0.0]
