@@ -71,9 +71,3 @@ def test_times_the_ratio_they_have_the_gradient_of_the_kl(name: str) -> None:
     (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
     (wanted,) = torch.autograd.grad(kl_of(logprobs), logits)
     torch.testing.assert_close(found, wanted)
-
-
-def test_k2_and_k3_are_never_negative() -> None:
-    logprobs = -5 * torch.rand(1000, generator=torch.Generator().manual_seed(0)).double()
-    for name in ("k2", "k3"):
-        assert (ESTIMATORS[name](logprobs, logprobs.flip(0)) >= 0).all()

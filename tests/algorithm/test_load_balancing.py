@@ -22,11 +22,6 @@ def test_by_hand() -> None:
     assert load_of(routing).loss(routing).item() == pytest.approx(2 * (14 / 36 + 5 / 36))
 
 
-def test_an_even_load_has_the_loss_k() -> None:
-    routing = Routing.of([torch.eye(4) * 1e-3], 1, torch.ones(4))
-    assert load_of(routing).loss(routing).item() == pytest.approx(1, abs=1e-3)
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_it_is_transformers_loss_and_the_parts_add_up(k: int) -> None:
     random = torch.Generator().manual_seed(k)

@@ -4,14 +4,12 @@ Rows that share a subject are one table: what goes in, then loss and gradient by
 """
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from grpo_cli.algorithm.corrections import MODES
@@ -33,10 +31,7 @@ from grpo_cli.algorithm.normalization import WEIGHTS
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import own_arguments, parameters
 from grpo_cli.config.knob import flags_of
-from tests import reference_losses as reference
-from tests.programs import ROOT
 
-FILES = sorted((ROOT / "recipes" / "loss").glob("*.yaml"))
 FIELDS = {f.name: f for f in dataclasses.fields(Loss)}
 
 
@@ -303,9 +298,3 @@ def test_what_a_loss_reads_are_knobs(policy: str) -> None:
 def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:
     for policy in flags_of(FIELDS["ratio_level"]).read_if[1:]:
         assert "ratio" in parameters(POLICY[policy])[0]
-
-
-def test_every_policy_loss_has_a_yaml_and_a_reference() -> None:
-    of_yaml = {OmegaConf.load(file).policy for file in FILES}
-    assert of_yaml == set(POLICY)
-    assert all(inspect.isfunction(getattr(reference, name, None)) for name in POLICY)

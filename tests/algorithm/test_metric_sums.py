@@ -22,22 +22,12 @@ FIRST_ALONE = {"sum": 16.0, "mean": 7 / 3, "of/min": 1.0, "of/max": 4.0}
 TOGETHER = {"sum": 121.0, "mean": 3.0, "of/min": 1.0, "of/max": 5.0}
 
 
-def test_a_tally_by_hand() -> None:
-    assert tally_of(*FIRST).reduced(ALONE).figures == pytest.approx(FIRST_ALONE)
-
-
 def test_optimizer_batches_are_merged_as_if_they_had_been_one() -> None:
     # Not a mean of the means, (7/3 + 5) / 2: the first has three values and the second one.
     first, second = (tally_of(*given).reduced(ALONE) for given in (FIRST, SECOND))
     assert ReducedMetrics.of([first, second]).figures == pytest.approx(TOGETHER)
     assert ReducedMetrics.of([first]).figures == pytest.approx(FIRST_ALONE)
     assert second.figures["mean"] == 5.0, "what was merged in is left as it was"
-
-
-def test_a_mean_over_nothing_is_no_number() -> None:
-    metric_sums = MetricSums()
-    metric_sums.mean("m", torch.tensor([3.0, 4.0]), torch.zeros(2))
-    assert math.isnan(metric_sums.reduced(ALONE).figures["m"])
 
 
 def test_only_what_is_named_is_taken_from_another_tally() -> None:

