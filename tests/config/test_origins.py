@@ -14,6 +14,11 @@ from tests.programs import ROOT
 from tests.tables import table
 
 
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def composed(*words: str, file: Path | None = None) -> Composition:
     found: list[Composition] = []
     compose_and_call([*words], lambda cfg: found.append(origins.composition(file)))
@@ -49,8 +54,7 @@ def test_a_value_of_each_kind_of_place() -> None:
     assert places(found, "reward.math.args.timeout") == [("default", NOTHING)]
 
 
-def test_a_recipe_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_recipe_outside(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "own.yaml").write_text("# mine\nbeta: 0.5\n")
     (tmp_path / "my.yaml").write_text(
@@ -64,10 +68,7 @@ def test_a_recipe_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert places(found, "generation.logit_bias")[-1] == ("command line", {3: 1})
 
 
-def test_rewards_of_the_command_line_replace_those_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_rewards_of_the_command_line_replace_those_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(
         "defaults: [math_qwen, _self_]\nreward:\n  math:\n    weight: 2\n"
     )
@@ -76,10 +77,7 @@ def test_rewards_of_the_command_line_replace_those_of_the_recipe(
     assert places(chosen, "reward.math.weight") == [("default", 1.0)]
 
 
-def test_a_choice_over_stored_values_begins_from_the_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_choice_over_stored_values_begins_from_the_defaults(tmp_path: Path) -> None:
     stored = tmp_path / "recipe.yaml"
     stored.write_text(
         "defaults:\n- schema\n- _self_\n- loss: null\nrecipe: x\nmodel:\n  path: m\n"
