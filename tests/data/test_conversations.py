@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.data.conversations import normalized, parsed, template_kwargs
 from grpo_cli.data.prompts import make_prompts, prompt_text
-from grpo_cli.data.rows import Rows, load_rows
+from grpo_cli.data.rows import load_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample, load, prompt_cell
 from grpo_cli.errors import UserError
 from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.reporting.reporter import write_parquet
+from tests.data.test_rows import rows
 
 USER = {"role": "user", "content": "1+1="}
 ANSWER = {"role": "assistant", "content": "2"}
@@ -60,10 +61,6 @@ def test_messages_that_are_refused(messages: Any, words: str) -> None:
         normalized(messages, "row 0")
     assert str(error.value).endswith(words)
     assert str(error.value).startswith("row 0")
-
-
-def rows(*rows: dict[str, Any]) -> Rows:
-    return Rows("rows.jsonl", list(rows[0]), rows)
 
 
 def made(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **settings: Any) -> Prompt:

@@ -137,7 +137,6 @@ def test_files_with_other_columns(tmp_path: Path, suffix: str) -> None:
         ("jsonl", ["a", [1]], "has text in row 0 of 0.jsonl and a list or an object in row 0 of 1"),
         ("jsonl", ["2024-05-01", "2024-05-02"], ["2024-05-01", "2024-05-02"]),
         ("jsonl", [None, "007"], [None, "007"]),
-        ("csv", ["007", "NA"], ["007", "NA"]),
         ("parquet", ["007", "7"], ["007", "7"]),
         ("parquet", [7, "007"], "is int64 in 0.parquet and string in 1.parquet"),
     ],

@@ -96,7 +96,6 @@ BY_URL = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
     [
         ("How many?", {"images": [PNG], "image": PNG}, "columns image, images; keep one"),
         ("<image>Left of<image>?", {"images": [PNG]}, "2 placeholders for images, and there are 1"),
-        ([IMAGE, IMAGE], {"images": [PNG]}, "2 placeholders for images, and there are 1 images"),
         ([IMAGE, TEXT], {"images": [PNG] * 2}, "1 placeholders for images, and there are 2 images"),
         ([IMAGE, TEXT], {"images": []}, "1 placeholders for images, and there are 0 images"),
         ([BY_URL], {}, "message 0: names an image by a URL"),

@@ -29,16 +29,13 @@ def test_an_episode_that_a_run_has_written_is_read_again(ending: str, tmp_path: 
     samples = load(path, {}, "input")
     assert [s.episode for s in samples] == [Sample.of(r).episode for r in group.rollouts]
     assert samples[0].episode is not None
+    assert samples[2].episode is None
+    assert episode_cells(group.rollouts[2].completion) == {}
     assert samples[0].episode["messages"] == list(MESSAGES)
     assert [s.environment_failed for s in samples] == [False, True, False]
     assert list(samples[0].columns["sampled"]) == [True, True, False, False, True, True]
     assert samples[1].columns["env_error"] == "no answer"
     assert not samples[0].columns.keys() & {"messages", "turns", "stop_reason", "env_rewards"}
-
-
-def test_a_plain_completion_has_no_further_cells() -> None:
-    assert episode_cells(make_rollout().completion) == {}
-    assert Sample.of(make_rollout()).episode is None
 
 
 def test_a_users_own_columns_are_no_episode(tmp_path: Path) -> None:
