@@ -66,8 +66,8 @@ class Page:
             assert time.monotonic() < end, f"{expression} is still {value!r}"
             time.sleep(0.02)
 
-    def place(self, selector: str) -> tuple[float, float]:
-        """Scrolls to an element and returns its middle; fails if it is covered."""
+    def click(self, selector: str) -> None:
+        """Scrolls to an element and clicks in its middle; fails if it is covered."""
         found = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "if (!e) return null; e.scrollIntoView({block: 'center', inline: 'center'});"
@@ -79,11 +79,6 @@ class Page:
         assert found is not None, f"there is no {selector}"
         x, y, is_free = found
         assert is_free, f"{selector} is covered"
-        return x, y
-
-    def click(self, selector: str) -> None:
-        """Clicks in the middle of an element."""
-        x, y = self.place(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=1, button="left")
 
@@ -93,10 +88,6 @@ class Page:
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.focus();"
             f"e.value = {json.dumps(text)}; e.dispatchEvent(new Event('{event}')); }})()"
         )
-
-    def choose(self, selector: str, value: str) -> None:
-        """Chooses an option."""
-        self.type(selector, value, "change")
 
     def text(self, selector: str) -> str:
         found = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml
@@ -159,18 +160,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_tokenizer(path: Path) -> None:
     """Writes a tokenizer whose tokens are bytes, and their values the ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    encoder = {bytes_of(token): token for token in alphabet}
-    vocab = {encoder[bytes([i])]: i for i in range(256)}
+    vocab = {token: byte for byte, token in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
-
-
-def bytes_of(token: str) -> bytes:
-    """Returns the byte that a character of the byte-level alphabet stands for (GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [i for i in range(256) if i not in printable]
-    place = ord(token)
-    return bytes([place if place in printable else others[place - 256]])

@@ -132,12 +132,6 @@ def test_alarms(series: Series, expected: list[tuple[int, str]]) -> None:
     assert raised(series) == expected
 
 
-def test_an_episode_is_told_once_and_a_second_one_again() -> None:
-    long = {"completions/mean_length": 1200.0}
-    found = raised(lambda step: long if 51 <= step <= 70 or step >= 90 else {})
-    assert found == [(53, "length"), (92, "length")]
-
-
 def test_steps_without_any_reward_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_cli.reporting.alarms.STEPS_WITHOUT_REWARD", 3)
     alarms = make_alarms(Recipe())

@@ -159,9 +159,7 @@ def test_completions_are_printed_and_stored(
     assert stored[0]["prompt"] == CHAT, "the whole conversation"
 
 
-def test_a_secret_is_not_printed_with_a_completion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_is_not_printed_with_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "hf_secret_value")
     table = completions_table(1, [completion("hf_secret_value", "hf_secret_value", 1.0)])
     console = Console(width=100)

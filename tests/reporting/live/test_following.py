@@ -41,6 +41,13 @@ def test_a_run_that_begins_and_is_resumed(folder: Path) -> None:
     assert (run.step, run.values("reward")) == (1, [0.1])
 
 
+def test_a_line_that_is_being_written_is_left_out(folder: Path) -> None:
+    append(folder / "metrics.jsonl", {"step": 1}, {"step": 2})
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 3, "rew')
+    assert [line["step"] for line in RunFolder.open(folder).metrics()] == [1, 2]
+
+
 def test_a_run_that_is_begun_anew(folder: Path) -> None:
     run = Followed(RunFolder(folder))
     append(folder / "metrics.jsonl", {"step": 1, "reward": 0.5})

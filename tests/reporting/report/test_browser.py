@@ -154,7 +154,7 @@ def test_episodes_and_images(browser: Browser, folder: Path) -> None:
     open_completions(page)
     loaded = "[...document.querySelectorAll('.detail img')].map(i => i.naturalWidth)"
     page.wait(f"{loaded}[0] > 0")
-    page.choose("#panel-completions select", "2")
+    page.type("#panel-completions select", "2", event="change")
     text = page.text(".conversation")
     for said in ("assistant, turn 1", "reward 0.5", "tool multiply", "42", "assistant, turn 2"):
         assert said in text

@@ -19,11 +19,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def state(folder: Path) -> str:
-    found: str = facts.of_run(RunFolder.open(folder), [])["state"]
-    return found
-
-
 @pytest.mark.parametrize(
     ("noted", "expected"), [("stopped", "stopped"), ("failed", "failed"), ("training", "ended")]
 )
