@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from grpo_cli.generation.base import Generator, Request
@@ -29,25 +27,21 @@ class Conversations:
         held: int | None = None,
     ) -> None:
         """held: a conversation whose first reply comes once all the others are over."""
-        self.is_repeatable, self.turns, self.sampling = is_repeatable, turns, sampling
-        self.held, self.late = held, list[Callable[[], None]]()
-        self.size, self.num_generations = len(prompts) * num_generations, num_generations
-        self.seeds = [11 + n for n in range(len(prompts))]
-        self.first = Request(
-            as_prompts(prompts), num_generations, sampling, self.seeds, range(self.size)
-        )
+        self.is_repeatable = is_repeatable
+        self.held, self.late = held, list[int]()
+        seeds = [11 + n for n in range(len(prompts))]
+        numbers = range(len(prompts) * num_generations)
+        self.first = Request(as_prompts(prompts), num_generations, sampling, seeds, numbers)
         self.ids = [list(p) for p in prompts for _ in range(num_generations)]
         self.sampled: list[list[tuple[int, float]]] = [[] for _ in self.ids]  # place, log-prob
-        self.left = [turns] * self.size
+        self.left = [turns] * len(self.ids)
         self.ready: list[int] = []
-        self.waiting = 0
-        self.lock = threading.Lock()
         self.log: list[tuple[str, int]] = []  # what was asked and answered, by conversation
 
     def run(self, generator: Generator) -> None:
         with generator.session() as session:
             session.submit(self.first)
-            while session.unfinished or self._wait():
+            while session.unfinished or self.ready:
                 joins = session.joins_requests and not self.is_repeatable
                 if joins or not session.unfinished:
                     session.submit(self._next_turns())
@@ -64,43 +58,21 @@ class Conversations:
         self.sampled[n] += [(start + i, lp) for i, lp in enumerate(c.sampling_logprobs)]
         self.ids[n] += c.ids
         self.left[n] -= 1
+        if self.left[n]:
+            stream = random.Random(derive_seed(n, self.left[n]))
+            self.ids[n] += [stream.randrange(40, 120) for _ in range(stream.randrange(1, 9))]
+            (self.late if n == self.held else self.ready).append(n)
         if not self._others_go_on():
-            while self.late:
-                self.late.pop()()
-        if not self.left[n]:
-            return
-        stream = random.Random(derive_seed(n, self.left[n]))
-        reply = [stream.randrange(40, 120) for _ in range(stream.randrange(1, 9))]
-
-        def answer() -> None:
-            with self.lock:
-                self.ids[n] += reply
-                self.ready.append(n)
-                self.waiting -= 1
-
-        with self.lock:
-            self.waiting += 1
-        if n == self.held and self._others_go_on():
-            self.late.append(answer)
-        else:
-            answer()
+            self.ready, self.late = self.ready + self.late, []
 
     def _others_go_on(self) -> bool:
         return any(left for n, left in enumerate(self.left) if n != self.held)
 
     def _next_turns(self) -> Request:
-        with self.lock:
-            taken, self.ready = sorted(self.ready), []
+        taken, self.ready = sorted(self.ready), []
         self.log += [("asked", n) for n in taken]
         seeds = [derive_seed(n, self.left[n]) for n in taken]
         prompts = as_prompts([self.ids[n] for n in taken])
         return replace(
             self.first, prompts=prompts, num_generations=1, seeds=seeds, conversations=taken
         )
-
-    def _wait(self) -> bool:
-        begin = time.monotonic()
-        while self.waiting and (self.is_repeatable or not self.ready):
-            assert time.monotonic() < begin + 30, "it waits for ever"
-            time.sleep(0.005)
-        return bool(self.ready)

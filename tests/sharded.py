@@ -47,14 +47,13 @@ from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.training import logprob_passes
 from grpo_cli.training.run import Run
 from tests import programs
-from tests.conftest import BUILD, as_prompts
+from tests.conftest import BUILD, CPU, as_prompts
 from tests.fake_vllm import FakeVllm, recipe_for, serving
 from tests.generation.embedded.test_generator import MANY_EOS, PROMPTS, SEEDS, same
 from tests.models.families import BY_NAME, Family
 from tests.models.test_architectures import make
 from tests.partial_run import partial_run
 
-CPU = torch.device("cpu")
 TOKENIZER = tiny.make_tokenizer(BUILD, [])
 CHUNKED = ForwardMode(packed=False, chunked=True)
 Case = Callable[[Workers], None]
@@ -549,36 +548,25 @@ def gradients_that_overflow_on_one_process_are_skipped_on_all(workers: Workers) 
             assert found == (is_taken, is_taken, 2.0**15)
 
 
-def steps_of(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, workers: Workers, number: int
-) -> None:
-    rollouts = make_rollouts()
-    own = rollouts[workers.rank :: workers.size]
-    logprobs = PolicyLogprobs(model, say=refuse)
-    for _ in range(number):
-        weighted(own, logprobs(own, 1.0)[0]).backward()
-        fsdp.norm_of(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def complete(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [fsdp.full_tensor(t.detach()).clone() for t in tensors]
-
-
 @case
 def the_host_holds_shards_and_computes_the_same(workers: Workers) -> None:
     """With distributed.offload=all, which on a CPU takes the same paths."""
-    found = []
+    rollouts = make_rollouts()
+    own, found = rollouts[workers.rank :: workers.size], []
     for on_host in (False, True):
         model = fsdp.shard(make_model(), CPU, reshard_after_forward=True, on_host=on_host)
         assert_only_shards(model)
         config = Optimizer(learning_rate=1e-2, weight_decay=0.1)
         optimizer = optimizers.make(config, model, offload="all" if on_host else "none")
-        steps_of(model, optimizer, workers, 3)
+        logprobs = PolicyLogprobs(model, say=refuse)
+        for _ in range(3):
+            weighted(own, logprobs(own, 1.0)[0]).backward()
+            fsdp.norm_of(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         assert_only_shards(model)
         assert fsdp.device_of(model) == CPU
-        found.append(complete(list(model.parameters())))
+        found.append([fsdp.full_tensor(p.detach()).clone() for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() < 1e-5  # AdamW is fused on the host
 

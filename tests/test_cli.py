@@ -29,21 +29,16 @@ from tests.tables import rows_of
 ENVIRONMENT = programs.environment()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0.10 0.20 0.30 1/345 678", cli.SPINS_ALONE),
-        ("0.10 0.20 0.30 2/345 678", cli.SPINS_SHARED),
-        ("", cli.SPINS_SHARED),
-    ],
-)
 def test_threads_sleep_soon_where_others_run(
-    text: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "RUNNING", tmp_path / "loadavg")
     assert cli.spin_count() == cli.SPINS_SHARED, "no such file"
-    (tmp_path / "loadavg").write_text(text)
-    assert cli.spin_count() == expected
+    for running, expected in (("1/345", cli.SPINS_ALONE), ("2/345", cli.SPINS_SHARED)):
+        (tmp_path / "loadavg").write_text(f"0.10 0.20 0.30 {running} 678")
+        assert cli.spin_count() == expected
+    (tmp_path / "loadavg").write_text("")
+    assert cli.spin_count() == cli.SPINS_SHARED
 
 
 # The default recipe, small enough to run within a test.

@@ -41,11 +41,6 @@ def test_every_form_of_a_picture_is_read(form: str, tmp_path: Path) -> None:
     assert image.open().getpixel((5, 5)) == (255, 0, 0)
 
 
-def test_an_image_is_resized_within_max_pixels() -> None:
-    image = StoredImage(encoded(RED), "row 0", max_pixels=600)
-    assert image.size == image.open().size == (30, 20)
-
-
 def test_grey_of_16_bits_is_scaled() -> None:
     values = np.array([[0, 256, 32768, 65535]], np.uint16)
     image = StoredImage(encoded(Image.fromarray(values)), "here").open()

@@ -68,14 +68,6 @@ def test_tokens_that_a_tool_wrote_do_not_train() -> None:
     assert collate([b], CPU).loss_mask.tolist() == [[0.0, 0.0]]
 
 
-def test_masked_values_are_zero_whatever_they_were() -> None:
-    batch = collate([make_rollout([5], [7, 8]), make_rollout([5], [7])], CPU)
-    values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
-    assert batch.zero_masked(values).tolist() == [[1.0, 2.0], [3.0, 0.0]]
-    assert batch.zero_masked(torch.tensor([[1.0, 2.0], [3.0, torch.inf]])).isfinite().all()
-    assert values.isnan().any(), "what was given is left as it was"
-
-
 def test_a_sampled_pad_token_is_a_token_like_any_other() -> None:
     # 0 is what rows are padded with, and the tokenizer's pad id as well.
     batch = collate([make_rollout([0, 5], [7, 0, 0]), make_rollout([5], [0])], CPU)

@@ -534,15 +534,12 @@ def test_copies_of_a_shard_are_written_once_and_none_may_be_missing() -> None:
         planners[0].create_global_plan(local[:2])
 
 
-def launch(folder: Path, processes: int) -> None:
-    done = programs.run(programs.torchrun(processes, "-m", "tests.checkpointing", str(folder)))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_any_number_of_processes_loads_it(tmp_path: Path, workers: Workers) -> None:
     for processes in (2, 3):
-        launch(tmp_path, processes)
+        program = ["-m", "tests.checkpointing", str(tmp_path)]
+        done = programs.run(programs.torchrun(processes, *program))
+        assert done.returncode == 0, done.stdout + done.stderr
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     names = ["ddp", "fsdp2-True", "fsdp2-False", "three"]
     for name in names:
