@@ -27,7 +27,6 @@ from tests.evaluation.modes import prompted
 from tests.programs import ROOT
 from tests.tables import rows_of, table
 
-CHINESE = ("mgsm_zh", "cmath")
 PROGRAMS = ("humaneval", "humaneval_chat", "mbpp")
 FIGURES = ("geometry3k",)
 ALL = sorted(path.stem for path in (ROOT / "recipes" / "benchmark").glob("*.yaml"))
@@ -64,12 +63,8 @@ def test_a_benchmark_composes(name: str, shipped: Callable[..., Benchmark]) -> N
     assert re.fullmatch(r"[\w-]+/[\w-]+", found.data), "a hub name"
     assert list(found.prompts) == (["cot"] if name in PROGRAMS else ["cot", "tir"])
     assert len(found.examples) == (4 if name in MATHS else 0)
-    for template in found.prompts.values():
-        if name in MATHS:
-            assert template.startswith("{question}\n")
-            assert r"\boxed{}" in template.format(question="Q")
-            assert any(stop in template.format(question="Q") for stop in found.stop)
     if name in MATHS:
+        assert all(template.startswith("{question}\n") for template in found.prompts.values())
         assert "```python" in found.prompts["tir"]
         assert [mode.tools for mode in found.modes.values()] == [False, True]
 
@@ -183,13 +178,11 @@ def test_what_is_wrong_with_the_data_is_said(
 
 def test_columns_that_a_file_may_lack(tmp_path: Path, shipped: Callable[..., Benchmark]) -> None:
     path = write(tmp_path / "rows.jsonl", {"question": "Q", "answer": "1"})
-    found = shipped("math")
+    found = shipped("math", data=str(path))
     assert found.breakdown == ["level", "subject"]
-    assert len(benchmarks.load("math", dataclasses.replace(found, data=str(path))).rows) == 1
+    assert len(benchmarks.load("math", found).rows) == 1
     with pytest.raises(UserError, match="lacks the column 'grade'"):
-        benchmarks.load(
-            "math", dataclasses.replace(found, data=str(path), breakdown=["level", "grade"])
-        )
+        benchmarks.load("math", dataclasses.replace(found, breakdown=["level", "grade"]))
 
 
 EXAMPLES = [
@@ -206,8 +199,6 @@ def mine(**changes: Any) -> Benchmark:
 
 def test_a_plain_prompt() -> None:
     assert benchmarks.problem_text(mine(), "cot", {"question": "Q"}) == "Q!"
-    found = benchmarks.problem_text(mine(shots=2), "cot", {"question": "Q"})
-    assert found == "A!\na\n\nB!\nb\n\nQ!"
     found = benchmarks.problem_text(mine(shots=2), "tir", {"question": "Q"})
     assert found == "A?\nt\n\nC?\nu\n\nQ?", "those that have a solution in that mode"
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.cli import run_command
+from tests.data.test_files import write
 
 TINY = (
     "device=cpu", "model.build.hidden_size=32", "model.build.intermediate_size=64",
@@ -20,9 +21,8 @@ SUMS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "kind": "ab"[i % 2]} for
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    text = "".join(json.dumps(row) + "\n" for row in SUMS)
     for name in ("one", "two"):
-        Path(f"{name}.jsonl").write_text(text)
+        write(Path(f"{name}.jsonl"), *SUMS)
     return tmp_path
 
 
@@ -46,9 +46,6 @@ def test_benchmarks_are_evaluated_by_name(folder: Path) -> None:
     assert last["eval/one/kind/b/n"] == 3
     assert "eval/two/kind/b/n" not in last
     assert first["eval/one/accuracy"] == last["eval/one/accuracy"], "the policy is the same"
-    both = [last[f"eval/{n}/accuracy"] for n in ("one", "two")]
-    assert last["eval/accuracy"] == pytest.approx(sum(both) / 2)
-    assert last["eval/accuracy_low"] <= last["eval/accuracy"] <= last["eval/accuracy_high"]
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["after"]["benchmarks"]["one/accuracy"] == last["eval/one/accuracy"]
     assert len(summary["after"]["interval_95"]) == 2
@@ -80,7 +77,6 @@ def test_a_run_that_gets_no_better_ends(folder: Path, capsys: pytest.CaptureFixt
         (["eval.best=one/maj@4"], "eval.best = one/maj@4: there is no such number; there are"),
         (["eval.best=six/accuracy"], "eval.best = six/accuracy: six is no benchmark"),
         (["eval.best=one/kind/x/acc"], "the evaluation gives no such number; there are"),
-        (["eval.patience=3", "eval.every=0"], "eval.patience = 3: is only read when eval.every"),
         (["reward.exact_match=null"], "reward: at least one is needed to train"),
     ],
 )

@@ -59,15 +59,6 @@ def test_same_answer_takes_the_arguments_of_the_reward() -> None:
     assert not same_answer("18 cm", "18 m", units="require")
 
 
-def test_classes_in_the_order_of_first_appearance() -> None:
-    ballot = count(
-        ["2", "1/2", None, "0.5", "2", r"\frac12", "3"],
-        [False, False, False, False, False, False, True],
-        same_answer,
-    )
-    assert ballot == Ballot([2, 3, 1], {2})
-
-
 def test_what_the_reward_judges_right_is_one_class_and_never_a_wrong_one() -> None:
     answers = ["1/2", "half", "1/2", "0.5", None, None]
     ballot = count(answers, [True, True, False, False, True, False], lambda one, other: False)

@@ -13,7 +13,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, stored_completions
 from grpo_cli.evaluation.settings import Benchmark, Eval, Mode
 from grpo_cli.evaluation.tasks import of_stored
-from grpo_cli.records import Completion, Group, Prompt, TrainingSample, regrouped
+from grpo_cli.records import Completion, Group, Prompt, regrouped
 from grpo_cli.reporting import reporter
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
@@ -212,19 +212,6 @@ def test_what_an_evaluation_has_written(name: str, tmp_path: Path, mine: Benchma
         stored_completions.load(tmp_path, {}, "gsm8k", mine)
     with pytest.raises(UserError, match=r"those of other are of mode cot, not tir\."):
         stored_completions.load(tmp_path, {}, "other", mine, mode="tir")
-
-
-def test_what_a_run_has_written(tmp_path: Path) -> None:
-    prompt = Prompt(5, [1, 2], "P", DATA[1])
-    done = Completion([3], [-0.25], "stop")
-    group = Group(9, prompt, [TrainingSample(prompt, done, t) for t in "xy"])
-    rows = [reporter.completion_row(1, group, i) for i in range(2)]
-    reporter.write_parquet(tmp_path / "step-1.parquet", rows)
-    (found,) = read(tmp_path / "step-1.parquet", Benchmark(data="not/read"))
-    assert found.prompt == prompt
-    assert [(r.text, r.completion) for r in found.rollouts] == [
-        (r.text, r.completion) for r in group.rollouts
-    ]
 
 
 def test_programs_that_go_on_with_the_prompt(tmp_path: Path, executor: RewardExecutor) -> None:

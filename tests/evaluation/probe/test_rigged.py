@@ -1,6 +1,5 @@
 """A probe tells the truth about a rigged model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from grpo_cli.evaluation.probe.run import ProbeParts, ProbeResult, run_probe
 from grpo_cli.training.run import Run
 from grpo_cli.training.scorers import MADE_UP
+from tests.data.test_files import write
 from tests.training.test_train import built
 
 pytestmark = pytest.mark.runs
@@ -30,9 +30,8 @@ def broken(completions: list[str], **_: Any) -> list[float]:
 
 def rigged(folder: Path, answers: list[str], **changes: Any) -> Run:
     """A run whose model writes 0 or 1, with a probability of exactly a half each."""
-    folder.mkdir(exist_ok=True)
     rows = [{"question": f"{n}=", "answer": right} for n, right in enumerate(answers)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(folder / "rows.jsonl", *rows)
     settings: dict[str, Any] = {
         "reward": {"digit": {"function": f"{HERE}:digit"}},
         "generation__max_completion_tokens": 1,

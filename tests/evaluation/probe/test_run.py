@@ -43,14 +43,9 @@ GROUPS = [
 ]  # fmt: skip
 
 
-def measured(groups: list[Group], recipe: Recipe = RECIPE, samples: int = 4) -> Measured:
-    return measure(
-        recipe,
-        groups,
-        samples,
-        {"rewards/right/timeouts": 2.0, "time/rewards/right": 4.0},
-        {},
-    )
+def measured(groups: list[Group], samples: int = 4) -> Measured:
+    logged = {"rewards/right/timeouts": 2.0, "time/rewards/right": 4.0}
+    return measure(RECIPE, groups, samples, logged, {})
 
 
 def test_by_hand() -> None:

@@ -14,26 +14,6 @@ from grpo_cli.evaluation.probe.signal import (
 )
 
 
-def share(rewards: list[float | None], size: int) -> float:
-    """`without_signal` where no completion is excluded."""
-    return without_signal(rewards, [False] * len(rewards), size)
-
-
-def test_by_hand() -> None:
-    assert share([1, 0, 0, 0], 2) == 0.5  # 3 of the 6 pairs hold the right one
-    assert share([1, 0, 0, 0], 4) == 0.0
-    assert share([0, 0, 0, 0], 2) == 1.0
-    none = [False] * 4
-    assert signal_share([([1, 0, 0, 0], none), ([0, 0, 0, 0], none)], 2).value == 0.25
-    # Two of each of three values: of the 15 pairs 3 are equal.
-    assert share([0, 0, 0.5, 0.5, 1, 1], 2) == pytest.approx(3 / 15)
-    # Without a reward: of the pairs of (1, 0, none) only the first has a signal.
-    assert share([1, 0, None], 2) == pytest.approx(2 / 3)
-    # Truncated and left out: 1 0 | 0 0, of which the pair of excluded ones does not train.
-    out = without_signal([1, 0, 1, 0], [False, False, True, True], 2)
-    assert out == pytest.approx((2 + 1) / 6)
-
-
 def trains(rewards: list[int | None], excluded: list[bool]) -> bool:
     there = {r for r in rewards if r is not None}
     left = [not e for r, e in zip(rewards, excluded, strict=True) if r is not None]
