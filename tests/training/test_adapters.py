@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,11 +24,6 @@ SMALL = [
 ]  # fmt: skip
 # Blocks of 64 weights in each row.
 QUANTIZED = ["model.build.hidden_size=64", "model.build.intermediate_size=128"]
-
-
-@pytest.fixture(autouse=True)
-def _words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["grpo"])  # Hydra replaces them
 
 
 def grpo(*words: str) -> None:

@@ -70,7 +70,8 @@ class Shared:
 
     every_process = True
 
-    def on_step(self, event: Event) -> None:
+    @staticmethod
+    def on_step(event: Event) -> None:
         rewards = [r.reward for g in event.groups for r in g.rollouts]
         event.log("rank", event.rank)
         if event.rank == 1 and event.step == 2:
@@ -94,14 +95,6 @@ class Failing:
 
 def of(kind: type, **args: Any) -> dict[str, Any]:
     return {"path": f"{HERE}:{kind.__name__}", "args": args}
-
-
-def event(hook: str = "on_step") -> Event:
-    absent: Any = None
-    return Event(
-        name="mine", hook=hook, step=1, steps=2, recipe={}, folder=Path(), metrics={},
-        policy=absent, tokenizer=absent, rank=0, _outcome=HookOutcome(),
-    )  # fmt: skip
 
 
 @pytest.mark.runs
@@ -231,8 +224,13 @@ def test_processes_agree(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_logged(hook: str, name: Any, value: Any, error: type[Exception]) -> None:
+    absent: Any = None
+    event = Event(
+        name="mine", hook=hook, step=1, steps=2, recipe={}, folder=Path(), metrics={},
+        policy=absent, tokenizer=absent, rank=0, _outcome=HookOutcome(),
+    )  # fmt: skip
     with pytest.raises(error):
-        event(hook).log(name, value)
+        event.log(name, value)
 
 
 def test_the_recipe_names_callbacks() -> None:
@@ -255,10 +253,8 @@ class Counter:
     def __init__(self, start: int, by: int = 1) -> None:
         if by == 0:
             raise ValueError("by is 0")
-        self.count, self.by = start, by
 
-    def on_step(self, event: Any) -> None:
-        self.count += self.by
+    def on_step(self, event: Any) -> None: ...
 
 
 class OfTrl:
@@ -274,32 +270,8 @@ class Forgetful(Counter):
         return {}
 
 
-class Everywhere:
-    every_process = True
-
-    def on_end(self, event: Any) -> None: ...
-
-    @staticmethod
-    def on_step(event: Any) -> None: ...
-
-
 def load(path: str, **args: Any) -> callbacks.Loaded:
     return callbacks.load({"mine": Callback(path, args)})[0]
-
-
-def test_a_class_is_made_with_its_arguments() -> None:
-    found = load(f"{HERE}:Counter", start=3)
-    assert (found.name, found.hooks, found.has_state) == ("mine", ("on_step",), False)
-    assert (found.target.count, found.target.by) == (3, 1)
-
-
-def test_callbacks_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    of_main, shared = load(f"{HERE}:Counter", start=3), load(f"{HERE}:Everywhere")
-    assert of_main.target is None
-    assert of_main.hooks == ("on_step",), "every process knows when one of them is called"
-    assert isinstance(shared.target, Everywhere)
-    assert shared.hooks == ("on_step", "on_end")
 
 
 @table(

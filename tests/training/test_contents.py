@@ -28,13 +28,11 @@ from grpo_cli.training import contents
 from grpo_cli.training.contents import Contents
 from grpo_cli.training.prepare import Prepared
 from grpo_cli.training.scorers import TrainRows
+from tests.data.test_files import write
 
 
 def write_rows(path: Path, *answers: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt": f"row {i}", "answer": a}) for i, a in enumerate(answers)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write(path, *({"prompt": f"row {i}", "answer": a} for i, a in enumerate(answers)))
 
 
 def found(recipe: Recipe, rewards: dict[str, Any] | None = None, **parts: Any) -> Contents:

@@ -1,6 +1,5 @@
 """What of the data set a run trains on and for how long: epochs, rows split off."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.models.loading import LoadedModel
 from grpo_cli.training import inputs, loop, prepare
 from grpo_cli.training.run import Run
+from tests.data.test_files import write
 from tests.training.test_interrupted import leaving_at
 from tests.training.test_train import built, evaluator, metrics, recipe, timeless, trained, weights
 
@@ -71,14 +71,12 @@ def length_of_tests(completions: list[str], tests: list[str | None], **_: Any) -
 
 def mixture(folder: Path, **changes: Any) -> dict[str, Any]:
     """Changes for a run on two data sets, of which each has a reward of its own."""
-    folder.mkdir(exist_ok=True)
     rows = {
         "a": [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(9)],
         "b": [{"text": f"write {n}", "tests": "abc"[: n % 4]} for n in range(4)],
     }
     for name, found in rows.items():
-        text = "".join(json.dumps(row) + "\n" for row in found)
-        (folder / f"{name}.jsonl").write_text(text)
+        write(folder / f"{name}.jsonl", *found)
     parts = {
         "a": {"data": str(folder / "a.jsonl"), "weight": 2.0},
         "b": {"data": str(folder / "b.jsonl"), "prompt": "{text}:", "solution": "{tests}"},

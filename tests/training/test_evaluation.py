@@ -1,6 +1,5 @@
 """Evaluation on several sets of held-out rows."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import knobs
 from grpo_cli.training import prepare
+from tests.data.test_files import write
 from tests.tables import table
 from tests.training.test_train import evaluator, metrics, recipe, trained
 
@@ -28,10 +28,9 @@ SETS: dict[str, Any] = {
 
 def with_sets(folder: Path, **changes: Any) -> dict[str, Any]:
     """Changes for a run with two held-out sets, each with rewards of its own."""
-    folder.mkdir(exist_ok=True)
     for name in ("easy", "hard"):
         row = {"question": f"{name}=", "answer": "1"}
-        (folder / f"{name}.jsonl").write_text(json.dumps(row) * 1 + "\n" + json.dumps(row) + "\n")
+        write(folder / f"{name}.jsonl", row, row)
     sets = {
         "easy": {"data": str(folder / "easy.jsonl"), "rewards": ["evens"]},
         "hard": {"data": str(folder / "hard.jsonl"), "limit": 1, "prompt": "{answer}+"},
@@ -84,7 +83,6 @@ def test_grpo_eval_evaluates_every_held_out_set(tmp_path: Path) -> None:
             {"dataset__held_out": {"a": {"data": "x", "rewards": ["evens"], "accuracy": "length"}}},
             "dataset.held_out.a.accuracy = 'length': must be one of its rewards, evens.",
         ),
-        ({"eval__temperature": 0.5}, "is only read with eval.sampling = own"),
     ],
 )
 def test_mistakes(

@@ -13,18 +13,11 @@ from transformers import AutoModelForCausalLM
 from grpo_cli import cli
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.training import loop, run
+from grpo_cli.training import loop
 from tests.training.test_train import built, metrics, one_update, trained, weights
 from tests.training.test_train import test_stop_and_resume_is_the_same_run as stop_and_resume
 
 pytestmark = pytest.mark.runs
-
-
-def overflowing(folder: Path, scale: float, **changes: Any) -> run.Run:
-    """A run whose first scaled gradients overflow."""
-    live = built(folder, mixed_precision="fp16", **changes)
-    live.policy.scaler.load_state_dict({**live.policy.scaler.state_dict(), "scale": scale})
-    return live
 
 
 def test_gradients_match_float32(tmp_path: Path) -> None:
@@ -42,7 +35,8 @@ def test_gradients_match_float32(tmp_path: Path) -> None:
 
 
 def test_overflowing_step_is_skipped(tmp_path: Path) -> None:
-    live = overflowing(tmp_path, 2.0**40, update__num_iterations=2, steps=1)
+    live = built(tmp_path, mixed_precision="fp16", update__num_iterations=2, steps=1)
+    live.policy.scaler.load_state_dict({**live.policy.scaler.state_dict(), "scale": 2.0**40})
     before = weights(live)
     loop.train(live)
     live.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.checkpoints import manifest, paths
+from grpo_cli.checkpoints import paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
 from grpo_cli.config.recipe import Recipe
@@ -22,19 +22,14 @@ from grpo_cli.training import build, prepare, scorers
 from tests.training.test_train import recipe as small_recipe
 
 
-def stored_run(folder: Path, build: Build) -> list[Path]:
-    """Two checkpoints with nothing but what is read before a model is built."""
-    for step in (2, 4):
-        training = paths.checkpoint_path(folder, step) / paths.TRAINING
-        training.mkdir(parents=True)
-        recipe = Recipe(model=Model(build=build))
-        (training / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe), encoding="utf-8")
-        (training / "manifest.json").write_text("{}", encoding="utf-8")
-    return paths.resumable(folder)
-
-
 def test_resume_takes_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    newest, other = stored_run(tmp_path / "run", Build())
+    for step in (2, 4):  # with nothing but what is read before a model is built
+        training = paths.checkpoint_path(tmp_path / "run", step) / paths.TRAINING
+        training.mkdir(parents=True)
+        stored = saved_recipe.as_yaml(Recipe(model=Model(build=Build())))
+        (training / "recipe.yaml").write_text(stored, encoding="utf-8")
+        (training / "manifest.json").write_text("{}", encoding="utf-8")
+    newest, other = paths.resumable(tmp_path / "run")
     monkeypatch.setattr(paths, "has_training_state", lambda path: path == newest)
     recipe = Recipe(output_dir=str(tmp_path / "run"), resume=str(tmp_path / "run"))
     assert prepare.find_resume(recipe, tmp_path / "run") == [newest, other], "if one is damaged"
@@ -59,7 +54,6 @@ def test_eps_rounded_to_zero_is_refused(dtype: str, eps: float, refused: bool) -
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"dtype": "bfloat16"}, "bfloat16"),
         ({"dtype": "float64"}, "names float64; give model.dtype as one of float32, bfloat16"),
         ({}, "names no data type; give"),
     ],
@@ -68,23 +62,8 @@ def test_stored_dtype_of_a_model(tmp_path: Path, config: dict[str, str], expecte
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **config}))
     (tmp_path / "model.safetensors").touch()
     recipe = Recipe(model=Model(path=str(tmp_path), dtype="auto"), dataset=Dataset(chat=False))
-    if " " not in expected:
-        assert prepare.resolved(recipe).model.dtype == expected
-        return
     with pytest.raises(UserError, match=expected):
         prepare.resolved(recipe)
-
-
-def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = {"model.safetensors": manifest.write_file(tmp_path / "model.safetensors", b"abc")}
-    manifest.write(tmp_path, weights)
-    recipe = Recipe()
-    recipe.model.path = str(tmp_path)
-    prepare.check_model_path(recipe)
-    (tmp_path / "model.safetensors").write_bytes(b"abd")
-    with pytest.raises(UserError, match=r"is damaged \(model.safetensors: its contents"):
-        prepare.check_model_path(recipe)
 
 
 def test_quantized_weights_are_not_trained_or_sharded() -> None:
@@ -112,14 +91,10 @@ def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:
     # Of adapter.path its own config counts.
     recipe.adapter = Adapter(method="lora", sync="adapter", path=str(tmp_path))
     (tmp_path / "adapter_model.safetensors").touch()
-    stored = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
-    for change, reason in (({}, None), ({"bias": "all"}, "trained biases"), ({"r": 600}, "rank")):
-        (tmp_path / "adapter_config.json").write_text(json.dumps(stored | change))
-        if reason is None:
-            prepare.check_adapter(recipe)
-            continue
-        with pytest.raises(UserError, match=rf"{reason}.*; use adapter\.sync=merge"):
-            prepare.check_adapter(recipe)
+    stored = {"peft_type": "LORA", "r": 600, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=r"rank.*; use adapter\.sync=merge"):
+        prepare.check_adapter(recipe)
 
 
 def test_refused_run_closes_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -566,7 +566,6 @@ def test_scoring_overlaps_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(r.reward == 1.0 for g in collected.groups for r in g.rollouts)
 
 
-@pytest.mark.runs
 def test_state_of_another_version_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, steps=1)
     monkeypatch.setattr(resume, "FORMAT", 0)

@@ -251,9 +251,7 @@ def test_broken_held_out_pictures_are_left_out_at_the_start(parts: Path, tmp_pat
     ids=["both", "language"],
 )
 def test_adapters_of_parts(parts: Path, tmp_path: Path, targets: str, found: set[str]) -> None:
-    """The adapter moves in the parts that it is asked for, and loads with peft."""
-    from peft import PeftModel
-
+    """The adapter moves in the parts that it is asked for."""
     words = ["adapter=lora", "adapter.rank=2", f"adapter.target_modules='{targets}'"]
     ended = train(parts, tmp_path, *words, "steps=2", "optimizer.learning_rate=1e-3")
     assert ended.returncode == 0, ended.stderr
@@ -261,7 +259,4 @@ def test_adapters_of_parts(parts: Path, tmp_path: Path, targets: str, found: set
     adapter = load_file(folder / "adapter_model.safetensors")
     moved = {name for name, w in adapter.items() if "lora_B" in name and bool(w.any())}
     assert {name.removeprefix("base_model.model.model.").split(".")[0] for name in moved} == found
-    base = AutoModelForImageTextToText.from_pretrained(parts / "model")
-    model = PeftModel.from_pretrained(base, folder)
-    assert any("lora_B" in name for name, _ in model.named_parameters())
     AutoProcessor.from_pretrained(folder)
