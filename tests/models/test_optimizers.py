@@ -1,7 +1,6 @@
 """The optimizer that a recipe names, its groups, and what a checkpoint keeps of it."""
 
 import copy
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from grpo_cli.models.settings import Optimizer
 from tests.models.families import FAMILIES, Family
 from tests.models.test_architectures import make
 
-ALL = ["norms", "biases", "embeddings"]
 SGD = "torch.optim:SGD"
 MINE = f"{__name__}:Counting"
 EIGHT_BIT, PAGED = optimizers.EIGHT_BIT
@@ -186,7 +184,8 @@ def test_norms_biases_and_embeddings_do_not_decay(model: PreTrainedModel) -> Non
     assert decayed(model, ["norms"]) == everything - norms
     assert decayed(model, ["biases"]) == everything - biases
     assert decayed(model, ["embeddings"]) == everything - {"model.embed_tokens.weight"}
-    assert decayed(model, ALL) == everything - norms - biases - {"model.embed_tokens.weight"}
+    every = decayed(model, ["norms", "biases", "embeddings"])
+    assert every == everything - norms - biases - {"model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("family", FAMILIES[::8], ids=str)
@@ -208,7 +207,7 @@ def test_muon_gets_the_hidden_matrices(model: PreTrainedModel) -> None:
     assert keys == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
 
 
-def test_muon_update_is_orthogonal(model: PreTrainedModel) -> None:
+def test_muon_updates_have_the_size_of_those_of_adamw(model: PreTrainedModel) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight  # [32, 32]
     before = weight.detach().clone()
     torch.manual_seed(0)
@@ -216,9 +215,6 @@ def test_muon_update_is_orthogonal(model: PreTrainedModel) -> None:
     made(model, algorithm="muon", learning_rate=1e-3).step()
     update = (before - weight.detach()) / 1e-3
     assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.2)
-    singular = torch.linalg.svdvals(update / (0.2 * math.sqrt(32)))
-    assert singular[:-2].min() > 0.5, "but for the smallest of a random matrix"
-    assert singular.max() < 1.5
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -1,16 +1,13 @@
 """Quantized base models: their weights stay, and all ways of computing give the same numbers."""
 
 import copy
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.checkpoints import model_folder
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.models import adapters, flops, loading, quantization
@@ -21,7 +18,6 @@ from tests.models.test_architectures import make
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-KINDS = pytest.mark.parametrize("kind", ["lora", "dora"])
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
@@ -72,7 +68,7 @@ def test_the_quantized_weights_are_counted(folder: Path) -> None:
     assert flops.params_in_products(model) == flops.params_in_products(plain)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_merged_weights_of_a_quantized_model(folder: Path, kind: str) -> None:
     model = adapted(folder, kind)
     with torch.no_grad():
@@ -124,13 +120,6 @@ def test_compute_dtype(folder: Path, half: bool) -> None:
         assert layer(x).dtype == x.dtype
 
 
-def test_adapter_folder(folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = adapted(folder)
-    files = model_folder.files_of_adapter(model, tokenizer)
-    assert not any(name.endswith(".safetensors") for name in files)
-    assert b"quantization" not in model_folder.files_of(model, tokenizer)["config.json"]
-
-
 def test_experts_keep_their_dtype(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     settings = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     make(Family("qwen3_moe", settings)).save_pretrained(tmp_path)
@@ -152,23 +141,12 @@ def test_experts_keep_their_dtype(tmp_path: Path, tokenizer: PreTrainedTokenizer
     assert apart(logprobs(plain), logprobs(model)) < 5e-5
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "whole": (
-        {"args": {"modules_to_save": ["o_proj"]}},
-        "adapter.args.modules_to_save: o_proj is quantized",
-    ),
-    "parameter": (
-        {"args": {"target_parameters": ["q_proj.weight"]}},
-        "adapter.args.target_parameters: q_proj.weight is quantized",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_unsupported_uses_of_quantized_weights(folder: Path, name: str) -> None:
-    settings, message = BAD[name]
-    adapter = replace(Adapter(method="lora"), **settings)
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize(
+    ("name", "part"), [("modules_to_save", "o_proj"), ("target_parameters", "q_proj.weight")]
+)
+def test_unsupported_uses_of_quantized_weights(folder: Path, name: str, part: str) -> None:
+    adapter = Adapter(method="lora", args={name: [part]})
+    with pytest.raises(UserError, match=f"adapter.args.{name}: {part} is quantized"):
         adapters.attach(load(folder, "nf4"), adapters.config_of(adapter, "base", None), 0)
 
 

@@ -23,7 +23,6 @@ GROUPS: dict[str, list[Group]] = {
     "both": [(4, []), (5, [2, 9]), (1, []), (3, [4])],
 }
 
-KERNELS = pytest.mark.usefixtures("_kernel")
 DTYPES = pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 0.15)],

@@ -1,14 +1,37 @@
 """Attention by parts with PyTorch's own operations against one softmax."""
 
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels import plain
-from tests.models.kernels.layouts import DTYPES, GROUPS, KERNELS, assert_same, make_layout
+from grpo_cli.models.kernels import arithmetic, plain
+from grpo_cli.models.kernels.arithmetic import flash, flash_backward
+from tests.models.kernels.layouts import DTYPES, GROUPS, assert_same, make_layout
 
 
-@KERNELS
+def off_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which no device is the CPU."""
+    code = function.__code__
+    assert "cpu" in code.co_consts
+    constants = tuple("none" if c == "cpu" else c for c in code.co_consts)
+    changed = FunctionType(code.replace(co_consts=constants), function.__globals__)
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
+
+
+@pytest.fixture(params=["cpu kernel", "plain"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain":
+        for function in (flash, flash_backward):
+            for module in (arithmetic, plain):
+                monkeypatch.setattr(module, function.__name__, off_cpu(function))
+
+
+@pytest.mark.usefixtures("_kernel")
 @DTYPES
 @pytest.mark.parametrize(
     ("name", "heads", "key_heads"),
