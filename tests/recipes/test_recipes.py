@@ -10,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config import command_line, saved_recipe
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import Schedule
@@ -100,8 +101,13 @@ def check_group(recipe: Recipe, group: str, path: Path) -> None:
         assert has == anew
 
 
-def test_every_group_is_composed() -> None:
+def test_each_policy_and_rule_has_a_file() -> None:
     assert set(FILES) == {group for groups in TOGETHER for group in groups}
+    for group, key, table in (("loss", "policy", POLICY), ("advantage", "rule", RULES)):
+        defaults = getattr(Recipe(), group)
+        files = [OmegaConf.load(p) for p in (FOLDER / group).glob("*.yaml")]
+        named = {OmegaConf.select(f, key, default=getattr(defaults, key)) for f in files}
+        assert named == set(table)
 
 
 @pytest.mark.parametrize(
