@@ -34,10 +34,8 @@ def start() -> Iterator[Open]:
         sessions.close()
 
 
-def begin(
-    sessions: Sessions, row: dict[str, Any] | None = None, seed: int = 0
-) -> EnvironmentSession:
-    session = sessions.open("", row or {}, seed)
+def begin(sessions: Sessions, row: dict[str, Any] | None = None) -> EnvironmentSession:
+    session = sessions.open("", row or {}, 0)
     session.reset().result(PATIENCE)
     return session
 

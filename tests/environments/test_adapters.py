@@ -11,10 +11,9 @@ from grpo_cli.environments.adapters import Adapted, Maker, Spec, manner_of
 from grpo_cli.environments.observations import Broken, observed
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError
+from tests.environments.conftest import SAMPLES
 from tests.environments.messages import calls, says, texts
 from tests.tables import table
-
-SAMPLES = "tests.environments.samples"
 
 
 def made(name: str = "", **settings: Any) -> Adapted:
@@ -76,29 +75,21 @@ class Library:
     def reset(self) -> None: ...
 
     @classmethod
-    def find(cls, title: str) -> str:
-        """Finds a book.
-
-        Args:
-            title: of the book.
-        """
-        return f"{title} in {cls.shelf}"
+    def find(cls) -> str:
+        """Finds a book."""
+        return f"Emma in {cls.shelf}"
 
     @staticmethod
-    def spell(word: str) -> str:
-        """Spells a word.
-
-        Args:
-            word: the word.
-        """
-        return "-".join(word)
+    def spell() -> str:
+        """Spells a word."""
+        return "s-o"
 
 
 def test_class_methods_and_static_methods_are_tools() -> None:
     env = made(path=f"{HERE}:Library")
     assert names(env.schemas) == ["find", "spell"]
-    assert list(env.schemas[0]["function"]["parameters"]["properties"]) == ["title"]
-    answer = asyncio.run(env.step(calls(("find", {"title": "Emma"}), ("spell", {"word": "so"}))))
+    assert [schema["function"]["parameters"]["properties"] for schema in env.schemas] == [{}, {}]
+    answer = asyncio.run(env.step(calls(("find", {}), ("spell", {}))))
     assert texts(answer) == ["Emma in A", "s-o"]
 
 
@@ -123,10 +114,8 @@ def cls(**methods: Any) -> type:
 @table(
     ("made", "manner"),
     [
-        (cls(reset=lambda self, row, seed: 0, step=lambda self, message: 0), "ours"),
         (cls(reset=lambda self, row: 0, step=lambda self, turn: 0), "ours"),
         (cls(reset=lambda self: 0, step=lambda self, message: 0), "ours"),
-        (cls(reset=lambda self, **kwargs: 0), "trl"),
         (cls(reset=lambda self, **kwargs: 0, step=lambda self, action: 0), "trl"),
     ],
 )
@@ -157,7 +146,6 @@ GUESS = {"guess": f"{SAMPLES}:Guess"}
         ({"path": f"{SAMPLES}:Guess", "args": {"limits": 3}}, "takes limit. Did you mean limit?"),
         ({"by_name": GUESS, "args": {"guess": 3}}, "environment.args.guess: 3 is not a mapping"),
         ({"by_name": GUESS, "args": {"gues": {}}}, "environment.args.gues: there is no env"),
-        ({"by_name": GUESS, "args": {"guess": {}, "zzz": {}}}, "there is no environment 'zzz'"),
         ({"path": f"{HERE}:NoDocstring"}, "method go: "),
         ({"path": f"{SAMPLES}:Counter", "tool": "later"}, "there are two tools called 'later'"),
         ({"path": f"{HERE}:Shop", "tool": "buy"}, "there are two tools called 'buy'"),
@@ -195,20 +183,15 @@ MESSAGE = {"role": "user", "content": "hi"}
         (None, "it returned None, not an Observation"),
         ("text", "it returned a str, not an Observation"),
         ({"message": MESSAGE}, "its observation.message: Extra inputs are not permitted"),
-        ({"messages": MESSAGE}, "its observation.messages: Input should be a valid list"),
-        ({"messages": ["hi"]}, "messages.0: Input should be a valid dict"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "'tool' or 'system', not 'assis"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content: 3 is not a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not a text"),
         ({"reward": "1"}, "its observation.reward: '1' is not a finite number"),
         ({"reward": float("nan")}, "nan is not a finite number"),
-        ({"reward": float("inf")}, "inf is not a finite number"),
         ({"reward": 10**400}, "0 is not a finite number"),  # too large for a float
         ({"rewards": {"a": None}}, "its observation.rewards.a: None is not a finite number"),
-        ({"rewards": [1.0]}, "rewards: Input should be a valid dict"),
         ({"done": "no"}, "its observation.done: Input should be a valid boolean, not 'no'"),
-        ({"tools": [{"name": "x"}]}, "its observation.tools.0.function: Field required"),
         (
             {"tools": [{"type": "function", "function": {"name": "buy"}}]},
             "tools.0.function.parameters: Field required",

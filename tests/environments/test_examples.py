@@ -51,7 +51,6 @@ def test_halving_finds_31_of_32_numbers() -> None:
 @table(
     ("guesses", "number", "reward", "replies"),
     [
-        (["7"], 7, 1.0, []),
         (["3", " 7\n"], 7, 1.0, ["higher"]),
         (["3", "9", "7"], 7, 1.0, ["higher", "lower"]),
         (["x", "", "-7", "\u0667", "7"], 7, 1.0, ["number?"] * 4),

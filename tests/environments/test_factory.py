@@ -1,6 +1,5 @@
 """Tests how rows choose their environments."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import UserError
 from grpo_cli.generation.settings import Generation, Vllm
+from tests.data.test_files import write
 
 
 def test_a_row_of_a_stream_that_names_no_environment_is_a_mistake_in_the_data() -> None:
@@ -33,9 +33,8 @@ def test_a_row_of_a_stream_that_names_no_environment_is_a_mistake_in_the_data() 
 def test_only_the_first_row_of_each_environment_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"question": str(n), "environment": "ab"[n % 2]}) for n in range(9)]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    lines = ({"question": str(n), "environment": "ab"[n % 2]} for n in range(9))
+    path = write(tmp_path / "rows.jsonl", *lines)
     config = Dataset(train=str(path), prompt="{question}?")
     rows, read = load_rows(config, "train"), list[int]()
     target, whole = "grpo_cli.environments.factory.prompt_text", prompt_text

@@ -373,27 +373,22 @@ def test_pieces_and_prompts_are_never_longer_than_the_whole(
 FRAGMENTS = ["so ", "x", "\n", "```python\n", "```python\n", "1\n", "```\n", "```\n", "```", END]
 
 
-def babbler(tokenizer: PreTrainedTokenizerFast) -> Scripted:
-    """Says what its seed draws, programs among it."""
-
-    def says(prompt: str, begun: str, seed: int) -> str:
-        return "".join(random.Random(seed).choices(FRAGMENTS, k=2000)) + END
-
-    return Scripted(tokenizer, says)
-
-
 def babble(
     tokenizer: PreTrainedTokenizerFast,
     order: Sequence[int] = range(6),
     threads: int = 3,
-    num_generations: int = 3,
 ) -> dict[int, list[Completion]]:
+    """Completions that say what their seeds draw, programs among it."""
+
+    def says(prompt: str, begun: str, seed: int) -> str:
+        return "".join(random.Random(seed).choices(FRAGMENTS, k=2000)) + END
+
     found = sample(
-        babbler(tokenizer),
+        Scripted(tokenizer, says),
         tokenizer,
         Tools(max_calls=3),
         [encode(tokenizer, f"{n}|") for n in order],
-        num_generations,
+        3,
         Sampling(200),
         [derive_seed(5, n) for n in order],
         threads=threads,
