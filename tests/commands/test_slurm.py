@@ -166,6 +166,7 @@ class Batch:
     run: Path
     environment: dict[str, str]
     file: Path
+    words: tuple[str, ...] = ()
     said: str = ""
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -182,8 +183,6 @@ class Batch:
         self.running.append(process)
         return process
 
-    words: tuple[str, ...] = ()
-
     def end(self, process: subprocess.Popen[str]) -> int:
         self.said, _ = process.communicate(timeout=40)
         return process.returncode
@@ -197,9 +196,6 @@ class Batch:
     def calls(self) -> list[tuple[str, list[str], dict[str, str]]]:
         file = self.fake / "calls"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def kinds(self) -> list[str]:
-        return [kind for kind, _, _ in self.calls()]
 
     def requeues(self) -> int:
         file = self.fake / "requeued"
@@ -304,7 +300,8 @@ def test_unfit_nodes_do_not_train(make: Callable[..., Batch]) -> None:
     job = make()
     assert job.sit(doctor="sys.exit(1)") == 1
     assert "the nodes are not fit to train together; nothing was started" in job.said
-    assert (job.kinds(), job.requeues()) == (["doctor"], 0)
+    assert [kind for kind, _, _ in job.calls()] == ["doctor"]
+    assert job.requeues() == 0
 
 
 def test_an_error_is_not_tried_again(make: Callable[..., Batch]) -> None:
@@ -335,26 +332,16 @@ def test_a_signal_reaches_the_run(make: Callable[..., Batch], number: signal.Sig
     assert job.requeues() == 1
 
 
-LISTENS = "(fake / 'in-train').touch(); time.sleep(60)"
-
-
-def told_in_training(job: Batch, then: str) -> int:
-    """A run that leaves when it is told, and does only this first."""
-    process = job.start(
-        train=f"def leaves(*_):\n  {then}\n  sys.exit()\n"
-        f"signal.signal(signal.SIGUSR1, leaves)\n{LISTENS}"
-    )
-    job.until("in-train")
-    process.send_signal(signal.SIGUSR1)
-    return job.end(process)
-
-
 @pytest.mark.programs
 def test_a_summary_of_before_is_not_this_runs_end(make: Callable[..., Batch]) -> None:
     job = make()
     job.run.mkdir()
     (job.run / "summary.json").write_text("{}")
-    told_in_training(job, "pass")
+    leaves = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit())"
+    process = job.start(train=f"{leaves}; (fake / 'in-train').touch(); time.sleep(60)")
+    job.until("in-train")
+    process.send_signal(signal.SIGUSR1)
+    job.end(process)
     assert job.requeues() == 1
 
 

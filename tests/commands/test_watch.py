@@ -34,12 +34,6 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def keep(name: str, screen: str) -> None:
-    """Keeps what is shown, for people, if it is asked for."""
-    if os.environ.get("GRPO_WRITE_SNAPSHOTS"):
-        (SNAPSHOTS / f"{name}.txt").write_text(screen, encoding="utf-8")
-
-
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_block_of_text(
     run_folder: Path, grpo: Grpo, monkeypatch: pytest.MonkeyPatch, width: int
@@ -47,8 +41,10 @@ def test_the_block_of_text(
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, err = grpo("watch", str(run_folder))
     assert (code, err) == (0, "")
-    keep(f"block-{width}", out)
-    assert out == (SNAPSHOTS / f"block-{width}.txt").read_text(encoding="utf-8")
+    snapshot = SNAPSHOTS / f"block-{width}.txt"
+    if os.environ.get("GRPO_WRITE_SNAPSHOTS"):
+        snapshot.write_text(out, encoding="utf-8")
+    assert out == snapshot.read_text(encoding="utf-8")
     assert not any(ord(c) < 32 for c in out.replace("\n", ""))
 
 
@@ -61,11 +57,6 @@ def test_the_verb_imports_nothing_that_takes_long() -> None:
     )
     done = programs.run(programs.alone("-c", code))
     assert done.stdout == "[]\n", done.stderr
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("size", [(80, 24), (20, 5)])
@@ -84,7 +75,9 @@ def test_the_view_follows_the_run_until_ctrl_c(
 
     monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep))
     width, height = size
-    terminal = Console(file=Terminal(), width=width, height=height, color_system=None)
+    terminal = Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None
+    )
     run = Followed(RunFolder(run_folder))
     watch.follow(run, terminal, 7.0)
     assert looks == [7.0, 7.0]
