@@ -15,8 +15,6 @@ from tests.sandbox.test_api import IS_ROOT, both_levels
 from tests.tables import rows_of
 
 COLUMNS = ("tests", "entry_point", "prompts")
-
-
 TRICKS = rows_of("rewards/code_tricks.jsonl")
 ATTACK = rows_of("rewards/code_attack.jsonl")
 

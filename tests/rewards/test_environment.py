@@ -25,13 +25,10 @@ def value(
     ("turns", "final", "name", "expected"),
     [
         ((None, None), {}, None, 0.0),
-        ((0.0, None), {}, None, 0.0),
         ((1.0, None, 0.5), {}, None, 1.5),
-        ((None, None), {"Guess": 1.0}, None, 1.0),
         ((0.5, None), {"Guess": 1.0, "style": -0.25}, None, 1.25),
         ((0.5, None), {"Guess": 1.0, "style": -0.25}, "Guess", 1.0),
         ((0.5, None), {"Guess": 1.0}, "turns", 0.5),
-        ((None, None), {"Guess": 1.0}, "turns", 0.0),
         ((0.5, None), {"Guess": 1.0}, "Other", None),
     ],
 )
@@ -45,7 +42,6 @@ def test_with_credit_for_turns_each_has_its_reward_and_the_last_the_episodes() -
     # Turns of two tokens with replies of two: they end at tokens 1, 5 and 9.
     given = value((1.0, None, 0.5), {"Guess": 2.0}, episode_credit="turns")
     assert given == [(1, 1.0), (5, 0.0), (9, 2.5)]
-    assert value((None, None), {"Guess": 2.0}, episode_credit="turns") == [(1, 0.0), (5, 2.0)]
     assert value((1.0, 2.0), {"G": 4.0}, name="turns", episode_credit="turns") == [
         (1, 1.0),
         (5, 2.0),

@@ -54,14 +54,6 @@ def test_a_judge_that_must_write_a_score(ask: Ask) -> None:
     assert ask(chat, answer=["4"], **forced) == values[:1]
 
 
-def test_a_random_model_left_alone_gives_no_score(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpo_cli.rewards.judge._have_scored", set())
-    with pytest.raises(RuntimeError, match="gave no score from 0 to 10, asked 2 times; its last"):
-        ask(["It is 4."], max_tokens=20)
-
-
 def test_a_server_that_refuses(ask: Ask) -> None:
     with pytest.raises(RuntimeError, match=r"answered 404: .*`?nobody`? does not exist"):
         ask(["It is 4."], model="nobody")

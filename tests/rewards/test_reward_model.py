@@ -41,14 +41,13 @@ def save_qwen(
     *,
     labels: int = 1,
     pad: int | None = 0,
-    positions: int = 256,
     head: bool = True,
 ) -> str:
     config = transformers.Qwen2Config(
         vocab_size=len(tokenizer),
         **SMALL,
         num_key_value_heads=1,
-        max_position_embeddings=positions,
+        max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
@@ -193,9 +192,7 @@ def test_what_is_too_long_loses_its_beginning(
     assert found == pytest.approx([alone(qwen, ids)], abs=1e-5)
 
 
-def test_a_row_is_cut_to_the_models_positions(
-    qwen: str, bert: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_row_is_cut_to_the_models_positions(qwen: str, bert: str) -> None:
     answer = "xyz" * 80
     assert score(qwen, [("p" * 500, answer)]) == score(qwen, [("p" * 16, answer)])  # 256
     # [CLS], at which the score is read, and [SEP] stay beside the last 22 letters of 24 positions.
@@ -286,7 +283,6 @@ def test_weights_in_sixteen_bits_give_scores_near_by(qwen: str) -> None:
         ("auto", "mps", "mps"),
         (None, "", "cpu"),
         ("cuda", "cuda", "cuda:1"),
-        ("cuda:2", "cuda", "cuda:2"),
         ("cpu", "cuda", "cpu"),
     ],
 )
@@ -301,6 +297,5 @@ def test_devices(
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_scores_are_those_of_the_cpu(qwen: str) -> None:
-    assert score(qwen, ROWS, device="cuda") == pytest.approx(
-        score(qwen, ROWS, device="cpu"), abs=1e-3
-    )
+    expected = score(qwen, ROWS, device="cpu")
+    assert score(qwen, ROWS, device="cuda") == pytest.approx(expected, abs=1e-3)

@@ -269,11 +269,12 @@ def test_columns_of_another_length_are_a_bug(
 def test_those_that_may_not_end_have_a_deadline() -> None:
     """The user's patterns may backtrack without end, a schema's too, and math's parser may."""
     traits = {reward.__name__: traits_of(reward) for reward, _ in REWARDS}
-    assert {name: t.timeout for name, t in traits.items() if t.timeout is not None} == {
-        "math": 5,
-        "cosine_length": 5,
-        "regex": 2,
-        "json_schema": 5,
+    found = {name: (t.timeout, t.timeout_value) for name, t in traits.items() if t.timeout}
+    assert found == {
+        "math": (5, 0.0),
+        "cosine_length": (5, None),
+        "regex": (2, 0.0),
+        "json_schema": (5, 0.0),
     }
     assert traits["math"].preload == traits["cosine_length"].preload == ("math_verify",)
     assert traits["json_schema"].preload == ("jsonschema",)

@@ -25,6 +25,7 @@ import pytest
 
 from grpo_cli.sandbox import Limits, SandboxError, folders, grade, isolation, process, run
 from grpo_cli.sandbox.temporary_folder import MARK, TMP_VARIABLE
+from grpo_cli.scoring.processes import descendants
 from tests.programs import until
 from tests.tables import rows_of, table
 
@@ -245,7 +246,7 @@ time.sleep(1000)
 
     worker.ask(hide, "limits", 1000.0)
     until(left)
-    (keeper,) = (pid for pid in pids() if parent(pid) == worker.process.pid)
+    keeper, *_ = descendants(worker.process.pid)
     os.kill(keeper, signal.SIGKILL)
     assert worker.answer()["status"] == "lost"
     assert left() == []
@@ -268,13 +269,6 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
         return ""
-
-
-def parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 @pytest.fixture
@@ -377,12 +371,9 @@ def test_run(row: dict[str, Any], guards: str) -> None:
 
 
 _HASH = int(
-    subprocess.run(
-        [sys.executable, "-c", "print(hash('a'))"],
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        check=True,
-    ).stdout
+    subprocess.check_output(
+        [sys.executable, "-c", "print(hash('a'))"], env={**os.environ, "PYTHONHASHSEED": "0"}
+    )
 )
 
 
@@ -411,10 +402,8 @@ def test_all_files_on_disk_count_together(size: int, status: str, reason: str | 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"seconds": 0}, "seconds is 0; it must be a number above 0."),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"seconds": "6"}, "seconds is '6'"),
-        ({"memory_mb": 0.5}, "memory_mb is 0.5; it must be a whole number above 0."),
         ({"processes": -1}, "processes is -1"),
         ({"open_files": True}, "open_files is True"),
     ],
@@ -511,10 +500,9 @@ def test_it_says_what_the_level_limits_cannot_keep_out(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError) as caught:
         isolation.find_level("auto")
-    assert 'guards "limits" runs programs without: a program can use the network' in str(
-        caught.value
-    )
-    assert reach in str(caught.value)
+    said = str(caught.value)
+    assert 'guards "limits" runs programs without: a program can use the network' in said
+    assert reach in said
 
 
 def test_it_says_why_bubblewrap_does_not_work(

@@ -5,7 +5,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import recorders
-from tests.programs import ROOT, gone
+from tests.programs import ROOT, alone, environment, gone, until
 
 pytestmark = pytest.mark.programs
 
@@ -196,19 +195,11 @@ print(int(idle.result().values[0]), flush=True)
 call("children " + sys.argv[1])
 time.sleep(3600)
 """
-    root = ROOT
     pids = tmp_path / "pids"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(pids)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
+    command, known = alone("-c", program, str(pids)), environment()
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=known)
     idle = int(parent.stdout.readline())
-    end = time.monotonic() + PATIENCE
-    while not (pids.exists() and pids.read_text()) and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: pids.exists() and pids.read_text())
     busy = int(pids.read_text().split()[0])
     parent.send_signal(signal.SIGKILL)
     parent.wait()

@@ -15,7 +15,7 @@ from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from grpo_cli.rewards import reward
-from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve
+from grpo_cli.scoring.registry import TrainerState, resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.scoring.step_rewards import token_of_character
@@ -40,10 +40,6 @@ def mostly(completions: list[str], answer: Sequence[str] = (), *, level: int = 7
 
 def open_ended(completions: list[str], *, level: int = 7, **columns: Any) -> list[float]:
     assert "level" not in columns
-    return [float(level)] * len(completions)
-
-
-def demanding(completions: list[str], *, level: int) -> list[float]:
     return [float(level)] * len(completions)
 
 
@@ -143,16 +139,7 @@ def test_function_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_unknown_names() -> None:
-    assert "exact_match" in known()
     user_error(r"reward\.r\.function: .* 'exact_mach'.* mean exact_match", r=Reward("exact_mach"))
-
-
-def test_signature() -> None:
-    c = ("completions",)
-    assert Signature.of(is_answer) == Signature(c, c, ("answer",), (), (), (), False)
-    assert Signature.of(mostly) == Signature(c, c, (), ("answer",), (), ("level",), False)
-    assert Signature.of(open_ended) == Signature(c, c, (), (), (), ("level",), True)
-    assert Signature.of(demanding) == Signature(c, c, (), (), ("level",), ("level",), False)
 
 
 def test_a_column_that_the_data_lacks() -> None:
