@@ -82,6 +82,9 @@ def test_summarize_several_completions_and_rewards() -> None:
     interval = estimate([0.25, 0.75], 8)
     assert (found["accuracy"], found["n"], found["completions"]) == (0.5, 2, 8)
     assert (found["accuracy_low"], found["accuracy_high"]) == (interval.low, interval.high)
+    assert found["mean@4"] == found["pass@1"] == 0.5
+    assert found["pass@2"] == pytest.approx((1 - 3 / 6 + 1) / 2)  # C(3, 2) / C(4, 2) draw none
+    assert found["pass@4"] == 1.0
     assert found["rewards/other/mean"] == 3.0
     assert "maj@4" not in found, "nothing says what was answered"
     assert numbers(groups, "other")["accuracy"] == 0.0
