@@ -97,7 +97,7 @@ class ProgramDialogue:
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns the end of the first program, else of an eos; None: the turn goes on.
+        """Returns the end of the first program, else of an eos; None: the turn continues.
 
         An eos right after a program's closing fence is dropped. After the last allowed call, blocks
         are not programs.
