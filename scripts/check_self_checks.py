@@ -99,9 +99,11 @@ def computed_once() -> Iterator[None]:
     @contextlib.contextmanager
     def widened(model: PreTrainedModel) -> Iterator[None]:
         wide.append(model)
-        with in_float32(model):
-            yield
-        wide.pop()
+        try:
+            with in_float32(model):
+                yield
+        finally:
+            wide.pop()
 
     def once(model: PreTrainedModel, rollouts: Sequence[Rollout], compute: Any) -> Any:
         with compute.func.__self__.autocast():

@@ -242,8 +242,7 @@ def tokens_of(
             cells["advantages"] = _numbers(own) / ADVANTAGE_STEP
         if (sampled := row.get("sampled")) is not None:
             cells["foreign"] = 1 - _numbers(sampled)
-        finite = {name: np.nan_to_num(v, posinf=9999, neginf=-9999) for name, v in cells.items()}
-        found[i] = {name: np.round(v).astype(int).tolist() for name, v in finite.items()}
+        found[i] = {name: np.round(v).astype(int).tolist() for name, v in cells.items()}
     return found, used.tolist()
 
 
@@ -253,5 +252,5 @@ def _has_tokens(row: Mapping[str, Any]) -> bool:
 
 
 def _numbers(values: Any) -> Any:
-    """Returns numbers as an array, with 0 in place of NaN."""
-    return np.nan_to_num(np.asarray(values, np.float64))
+    """Returns numbers as an array, with 0 in place of NaN and ±99 in place of infinities."""
+    return np.nan_to_num(np.asarray(values, np.float64), posinf=99, neginf=-99)
