@@ -121,5 +121,6 @@ def with_recipe_of_run(argv: Sequence[str]) -> list[str]:
         found = [*provenance.unusual(stored), *provenance.refused(asked, folder)]
         provenance.check(folder, found, f"recipe={file}")
     rest = [word for word in words if not word.startswith("resume=")]
-    rest.append("resume=auto" if start == folder else f"resume={start}")
+    in_place = start == folder and "output_dir" not in given
+    rest.append("resume=auto" if in_place else f"resume={start}")
     return [f"recipe={file}", f"output_dir={folder}", *rest]

@@ -1,5 +1,6 @@
 """What of a run is kept when it is told to end, or when a checkpoint cannot be written."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -234,9 +235,11 @@ def test_resume_reads_the_runs_own_recipe(
     assert run_command(["train", "recipe=arithmetic_tiny", *words, "steps=2"]) == 0
     assert run_command(["train", "resume=run", "steps=3"]) == 0
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 3
-    fork = ["resume=run/checkpoints/step-2", "output_dir=fork", "steps=3"]
-    assert run_command(["train", *fork]) == 0
-    assert Path("fork/checkpoints/step-3").is_dir()
+    for start, first in (("run/checkpoints/step-2", 3), ("run", 4)):
+        fork = [f"resume={start}", f"output_dir=fork-{first}", "steps=4"]
+        assert run_command(["train", *fork]) == 0
+        steps = Path(f"fork-{first}/metrics.jsonl").read_text().splitlines()
+        assert json.loads(steps[0])["step"] == first
     # Of another user, who asks for code.
     stored = Path("run/recipe.yaml")
     stored.write_text(stored.read_text().replace("callbacks: {}", "callbacks: {a: {path: 'b:C'}}"))
