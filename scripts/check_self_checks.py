@@ -232,38 +232,39 @@ def around(module: nn.Module, begin: Callable[[], Any], end: Callable[[], Any]) 
         yield
 
 
+def with_data(model: nn.Module, of: Mapping[str, Tensor], data: Mapping[str, Tensor]) -> Any:
+    """Gives tensors other data while a module computes, unseen by autograd."""
+    own = {name: tensor.data for name, tensor in of.items()}
+
+    def give(these: Mapping[str, Tensor]) -> None:
+        for name, tensor in of.items():
+            tensor.data = these[name].data
+
+    return around(model, lambda: give(data), lambda: give(own))
+
+
 def stale_layer(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Gives the middle layer the weights from before the updates, where rows are packed."""
     number = len(model.model.layers) // 2
-    layer, old = model.model.layers[number], base.model.layers[number]
-    own = {name: p.data for name, p in layer.named_parameters()}
-
-    def give(weights: Mapping[str, Tensor]) -> None:
-        for name, p in layer.named_parameters():
-            p.data = weights[name]
-
-    stale = {name: p.data for name, p in old.named_parameters()}
-    return around(layer, lambda: give(stale), lambda: give(own))
+    layer, stale = (dict(m.model.layers[number].named_parameters()) for m in (model, base))
+    return with_data(model.model.layers[number], layer, stale)
 
 
 def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Makes the engine read the middle layer's weights from before the updates."""
     number = len(model.model.layers) // 2
-    make = direct_forward.Layer.of
+    middle, make = model.model.layers[number], direct_forward.Layer.of
 
     def of(module: Any, *, prepacks: Any) -> Any:
-        is_stale = module is model.model.layers[number]
-        return make(base.model.layers[number] if is_stale else module, prepacks=prepacks)
+        return make(base.model.layers[number] if module is middle else module, prepacks=prepacks)
 
     return patch.object(direct_forward.Layer, "of", of)
 
 
 def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Any:
     """Leaves the adapter out where rows are packed or the engine decodes."""
-    off = contextlib.ExitStack()
-    zeros = {name: torch.zeros_like(p) for name, p in adapters.tensors_of(model).items()}
-    without = partial(adapters.replaced, model, zeros)
-    return around(model.model, lambda: off.enter_context(without()), off.close)
+    own = adapters.tensors_of(model)
+    return with_data(model.model, own, {name: torch.zeros_like(p) for name, p in own.items()})
 
 
 OF_HEAD = partial(arguments, policy_logprobs, "linear_logprobs")
