@@ -214,7 +214,7 @@ def sharded(path: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
     try:
         config = transformers.AutoConfig.from_pretrained(files, **code)
         with torch.device("meta"):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config, **code)
+            skeleton = loading.auto_class(config).from_config(config, **code)
         skeleton.stored_dtype = dtype or config.dtype
     except (ValueError, ImportError, KeyError) as error:
         raise UserError(f"{files}/config.json: cannot be loaded: {first_line(error)}") from error
