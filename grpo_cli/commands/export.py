@@ -247,6 +247,8 @@ def merged(path: Path, made: Path) -> tuple[Tensors, Path]:
     """
     trained = trained_model(path)
     kept = {key: trained[key] for key in ("trust_remote_code", "tokenizer") if key in trained}
+    if (path / "tokenizer_config.json").is_file():  # with the chat template of the training
+        kept["tokenizer"] = str(path)
     config = Model(dtype="auto", dropout=None, **kept)
     config.dtype = loading.stored_dtype(config, path)
     dtype = getattr(torch, config.dtype)  # dtype of the base model's files
@@ -255,7 +257,8 @@ def merged(path: Path, made: Path) -> tuple[Tensors, Path]:
         config.dtype = trained["dtype"]
     model, tokenizer = loading.load(config, path)
     tensors = {name: weight.to(dtype) for name, weight in adapters.merged(model, dtype)}
-    files = model_folder.files_of(model, tokenizer)
+    vision = loading.load_vision(config, path, tokenizer)
+    files = model_folder.files_of(model, vision or tokenizer)
     files["config.json"] = model_folder.with_dtype(files["config.json"], dtype)
     for name, data in files.items():
         (made / name).parent.mkdir(parents=True, exist_ok=True)

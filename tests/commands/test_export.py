@@ -299,3 +299,16 @@ def test_a_vision_model_is_exported_with_its_tower(tmp_path: Path) -> None:
     model.save_pretrained(expected)
     weights = "model.safetensors"
     assert (out / weights).read_bytes() == (expected / weights).read_bytes()
+
+
+def test_a_merged_adapter_keeps_the_trainings_template_and_processor(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    base, folder, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    vision_models.make("qwen2_5_vl", base)
+    model, tokenizer = loading.load(Model(dtype="float32", chat_template="hermes"), base)
+    processor = loading.load_vision(Model(), base, tokenizer)
+    adapters.attach(model, adapters.config_of(Adapter(method="lora"), str(base), None), 0)
+    save_adapter(folder, model, processor)
+    export.export(folder, out, trust=True, merge=True)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    assert (out / "processor_config.json").exists()
