@@ -312,3 +312,20 @@ def test_a_merged_adapter_keeps_the_trainings_template_and_processor(tmp_path: P
     export.export(folder, out, trust=True, merge=True)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     assert (out / "processor_config.json").exists()
+
+
+def test_a_merged_sum_is_not_rounded_to_the_dtype_of_the_base(
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    pytest.importorskip("peft")
+    base, folder, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    model.bfloat16().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    wide, _ = loading.load(Model(dtype="float32"), base)
+    adapters.attach(wide, adapters.config_of(Adapter(method="lora"), str(base), None), 0)
+    for p in adapters.tensors_of(wide).values():
+        p.data += 0.01
+    save_adapter(folder, wide, tokenizer)
+    export.export(folder, out, torch.float32, trust=True, merge=True)
+    stored = load_file(out / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in adapters.merged(wide))
