@@ -145,7 +145,7 @@ def export(
     try:
         with tempfile.TemporaryDirectory(prefix="grpo-") as made:
             if merge:
-                tensors, files = merged(path, Path(made))
+                tensors, files = merged(path, Path(made), dtype)
             elif loads:
                 tensors, files = sharded(path, dtype)
             else:
@@ -214,7 +214,7 @@ def sharded(path: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
     try:
         config = transformers.AutoConfig.from_pretrained(files, **code)
         with torch.device("meta"):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config, **code)
+            skeleton = loading.auto_class(config).from_config(config, **code)
         skeleton.stored_dtype = dtype or config.dtype
     except (ValueError, ImportError, KeyError) as error:
         raise UserError(f"{files}/config.json: cannot be loaded: {first_line(error)}") from error
@@ -236,7 +236,7 @@ def trained_model(path: Path) -> dict[str, Any]:
     return read_yaml(path / provenance.RECIPE).get("model") or {}
 
 
-def merged(path: Path, made: Path) -> tuple[Tensors, Path]:
+def merged(path: Path, made: Path, dtype: torch.dtype | None) -> tuple[Tensors, Path]:
     """Returns the tensors of the model with its adapter merged in, and the folder of other files.
 
     The model must fit in memory. If it was quantized in training, it is quantized again from the
@@ -244,18 +244,24 @@ def merged(path: Path, made: Path) -> tuple[Tensors, Path]:
 
     Args:
         made: empty folder, which the other files are written to.
+        dtype: that of the tensors; None: as in the files of the base model.
     """
     trained = trained_model(path)
     kept = {key: trained[key] for key in ("trust_remote_code", "tokenizer") if key in trained}
+    if (path / "tokenizer_config.json").is_file():  # with the chat template of the training
+        kept["tokenizer"] = str(path)
     config = Model(dtype="auto", dropout=None, **kept)
     config.dtype = loading.stored_dtype(config, path)
-    dtype = getattr(torch, config.dtype)  # dtype of the base model's files
+    dtype = dtype or getattr(torch, config.dtype)
     config.quantization = trained.get("quantization", config.quantization)
+    if config.quantization == "none" and dtype == torch.float32:
+        config.dtype = "float32"  # a sum is rounded to the dtype of the loaded weight
     if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
         config.dtype = trained["dtype"]
     model, tokenizer = loading.load(config, path)
     tensors = {name: weight.to(dtype) for name, weight in adapters.merged(model, dtype)}
-    files = model_folder.files_of(model, tokenizer)
+    vision = loading.load_vision(config, path, tokenizer)
+    files = model_folder.files_of(model, vision or tokenizer)
     files["config.json"] = model_folder.with_dtype(files["config.json"], dtype)
     for name, data in files.items():
         (made / name).parent.mkdir(parents=True, exist_ok=True)

@@ -178,7 +178,9 @@ class Player:
     def _unread(self) -> Message:
         """Returns the current turn as a message without calls."""
         ids = self.episode.ids[self.episode.turn_start :]
-        text = self.dialogue.tokenizer.decode(ids, skip_special_tokens=True)
+        text = self.dialogue.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return {"role": "assistant", "content": text}
 
     def _reply(self, exchange: Exchange, found: Observation, seconds: float) -> None:

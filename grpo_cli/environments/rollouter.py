@@ -88,7 +88,9 @@ class Rollouter:
         seeds = [derive_seed(seed, prompt_index) for prompt_index, _ in prompts]
 
         def rollout(prompt: Prompt, completion: Completion) -> Rollout:
-            text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            text = tokenizer.decode(
+                completion.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             return Rollout(prompt, completion, text)
 
         with self.sample(generator, Request(own, num_generations, sampling, seeds)) as sampled:

@@ -85,7 +85,9 @@ class RolloutTrainer:
                 "prompt_ids": prompt.ids,
                 "completion_ids": c.ids,
                 "logprobs": c.sampling_logprobs,
-                "text": self.tokenizer.decode(c.ids, skip_special_tokens=True),
+                "text": self.tokenizer.decode(
+                    c.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ),
             }
             for prompt, (c,) in zip(encoded, groups, strict=True)
         ]

@@ -65,6 +65,8 @@ def token_of_character(
         position,
         # A character with missing bytes decodes to U+FFFD.
         key=lambda t: len(
-            tokenizer.decode(ids[: t + 1], skip_special_tokens=True).rstrip("\ufffd")
+            tokenizer.decode(
+                ids[: t + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ).rstrip("\ufffd")
         ),
     )

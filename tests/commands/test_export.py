@@ -21,6 +21,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading
 from grpo_cli.models.settings import Adapter, Model
+from tests import vision_models
 from tests.conftest import Grpo
 from tests.models.families import BY_NAME
 from tests.models.test_architectures import make
@@ -44,6 +45,13 @@ def saved(
     saver.save(path, parts, {}, "steps: 1\n", tokenizer, with_model=plain, card="# A card\n")
     assert saver.wait() is None
     return path
+
+
+def save_adapter(folder: Path, model: PreTrainedModel, tokenizer: object) -> None:
+    for name, data in model_folder.files_of_adapter(model, tokenizer).items():
+        manifest.write_file(folder / name, data)
+    own = adapters.file_tensors(model, adapters.tensors_of(model))
+    model_folder.write_safetensors(folder / adapters.WEIGHTS, own)
 
 
 @pytest.fixture
@@ -262,10 +270,7 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     for p in adapters.tensors_of(model).values():
         p.data += 0.01
     expected = dict(adapters.merged(model))
-    for name, data in model_folder.files_of_adapter(model, tokenizer).items():
-        manifest.write_file(folder / name, data)
-    own = adapters.file_tensors(model, adapters.tensors_of(model))
-    model_folder.write_safetensors(folder / adapters.WEIGHTS, own)
+    save_adapter(folder, model, tokenizer)
     manifest.write_file(
         folder / "training" / "recipe.yaml",
         f"model: {{dtype: float32, quantization: nf4, tokenizer: {words}}}\n".encode(),
@@ -285,3 +290,42 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     provenance.note_own(folder)
     export.main([str(folder), str(tmp_path / "exported")])
     assert provenance.is_own(tmp_path / "exported")  # whose base is merged without a question
+
+
+def test_a_vision_model_is_exported_with_its_tower(tmp_path: Path) -> None:
+    base, out, expected = tmp_path / "base", tmp_path / "out", tmp_path / "theirs"
+    model, tokenizer = loading.load(Model(dtype="float32"), vision_models.make("qwen2_5_vl", base))
+    export.export(saved(tmp_path, model, tokenizer), out, trust=True)
+    model.save_pretrained(expected)
+    weights = "model.safetensors"
+    assert (out / weights).read_bytes() == (expected / weights).read_bytes()
+
+
+def test_a_merged_adapter_keeps_the_trainings_template_and_processor(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    base, folder, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    vision_models.make("qwen2_5_vl", base)
+    model, tokenizer = loading.load(Model(dtype="float32", chat_template="hermes"), base)
+    processor = loading.load_vision(Model(), base, tokenizer)
+    adapters.attach(model, adapters.config_of(Adapter(method="lora"), str(base), None), 0)
+    save_adapter(folder, model, processor)
+    export.export(folder, out, trust=True, merge=True)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    assert (out / "processor_config.json").exists()
+
+
+def test_a_merged_sum_is_not_rounded_to_the_dtype_of_the_base(
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    pytest.importorskip("peft")
+    base, folder, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    model.bfloat16().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    wide, _ = loading.load(Model(dtype="float32"), base)
+    adapters.attach(wide, adapters.config_of(Adapter(method="lora"), str(base), None), 0)
+    for p in adapters.tensors_of(wide).values():
+        p.data += 0.01
+    save_adapter(folder, wide, tokenizer)
+    export.export(folder, out, torch.float32, trust=True, merge=True)
+    stored = load_file(out / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in adapters.merged(wide))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.algorithm.batch import pad_right
@@ -18,6 +19,7 @@ from grpo_cli.models import loading
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.scoring.step_rewards import token_of_character
 from tests.conftest import as_prompts
 
 PROMPTS = [[40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73], [80, 81, 80, 81]]
@@ -328,6 +330,21 @@ def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerF
     # The eos is one of the ids and no part of the text.
     assert rollouts[1].completion.ids == [*prompts[1].ids, 11, 2]
     assert rollouts[1].text == "b" + tokenizer.decode([11])
+
+
+def test_the_spaces_of_a_completion_are_kept() -> None:
+    """With `clean_up_tokenization_spaces` transformers would decode `a ='' + b`."""
+    pieces = ["a", " = ", "<end>", "' '", " + b"]
+    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces]))
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", clean_up_tokenization_spaces=True
+    )
+    prompt = Prompt.from_ids([0, 1, 3, 4])
+    with Rollouter().groups(Echo(), tokenizer, [(0, prompt)], 2, SAMPLING, 5) as sampled:
+        (group,) = sampled
+    assert group.rollouts[0].text == "a = ' ' + b"
+    assert token_of_character(prompt.ids, 5, tokenizer) == 2
 
 
 def test_finished_groups_are_handed_over_early(model: PreTrainedModel) -> None:
