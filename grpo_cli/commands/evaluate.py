@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,9 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.sources import file_format
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse, split
-from grpo_cli.errors import UserError, listed
+from grpo_cli.errors import UserError
 from grpo_cli.evaluation.knobs import (
     check_read,
-    check_read_of_completions,
     check_rows,
     settings,
     without_training,
@@ -41,7 +40,6 @@ USAGE = """\
 grpo eval CHECKPOINT                          on the recipe's held-out rows
 grpo eval CHECKPOINT benchmark=gsm8k,math     on benchmarks, or on files
 grpo eval HUB/NAME benchmark=math500 num_samples=64 metric=maj,pass
-grpo eval completions=FILE benchmark=gsm8k    stored completions, no model
 grpo eval compare A/eval.json B/eval.json     two evaluations, row by row
 
   benchmark=NAME,...       Shipped benchmarks, or files with the columns
@@ -59,23 +57,18 @@ class EvalOptions:
         False,
         "Trust the checkpoint's recipe completely, even if someone else made it. It can run code.",
     )
-    completions: str | None = knob(
-        None, "File of completions, or the folder of a run, to score without a model."
-    )
-    columns: dict[str, str] = knob({}, "Rename a column of the completions: columns.NEW=OLD.")
 
 
 HELP = USAGE + described(EvalOptions)
 TRUST = "trust=true"
 SHORT = ("mode", "metric", "num_samples", "temperature", "top_p", "k", "limit")
-MANY = 10**6  # completions
 
 
 def main(argv: list[str]) -> list[Path]:
     """Runs `grpo eval` with its arguments.
 
     Returns:
-        The folder of each evaluation of a model.
+        The folder of each evaluation.
 
     Raises:
         UserError: a mistake on the command line. TrainingError: the evaluation failed.
@@ -91,17 +84,10 @@ def main(argv: list[str]) -> list[Path]:
     given = parse(EvalOptions, own)
     models = [w.removeprefix("checkpoint=") for w in words if is_model(w)]
     overrides = [*(w for w in words if not is_model(w)), *options]
-    if given.completions is not None:
-        if models:
-            raise UserError(f"grpo eval: {models[0]} and completions= exclude one another.")
-        evaluate_completions(Path(given.completions).expanduser(), given.columns, overrides)
-        return []
-    if given.columns:
-        raise UserError("columns: is only read with completions=FILE.")
     if len(models) != 1 and not {*options} - {"-m", "--multirun"}:
         raise UserError(
-            "grpo eval: give one checkpoint, such as outputs/NAME/checkpoints/step-100, or "
-            "completions=FILE" + (f"; got {' and '.join(models)}." if models else ".")
+            "grpo eval: give one checkpoint, such as outputs/NAME/checkpoints/step-100; "
+            + (f"got {' and '.join(models)}." if models else "grpo score scores completions.")
         )
     for word in words:
         if word.startswith(("model=", "model.path=", "model.build")):
@@ -200,38 +186,6 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
     with off_import_path(is_foreign):
         compose_and_call(overrides, task, BARE, only_this_file=reads_foreign)
     return folders
-
-
-def evaluate_completions(path: Path, columns: Mapping[str, str], overrides: list[str]) -> None:
-    """Scores stored completions on one benchmark.
-
-    Args:
-        columns: columns to rename, as new name: name in the file.
-    """
-    check_read_of_completions(overrides)
-    chosen = benchmarks_named(overrides)
-    if len(chosen) != 1:
-        named = listed(chosen) if chosen else "none"
-        raise UserError(
-            f"grpo eval completions={path}: give the benchmark that they answer as "
-            f"benchmark=NAME; got {named}."
-        )
-    if any(w.startswith("eval.mode=") and "," in w for w in overrides):
-        raise UserError("eval.mode: stored completions were made in one mode; give that.")
-
-    def task(cfg: DictConfig) -> None:
-        keep_benchmarks(cfg, chosen)
-        recipe = parsing.parse(cfg, given_keys(cfg))
-        if not any(w.startswith("output_dir=") for w in overrides):
-            folder = Path("outputs/eval") / path.name.split(".")[0]
-            recipe.output_dir = str(folder_of_job(folder))
-        from grpo_cli.commands import evaluation_run
-
-        mode = recipe.eval.mode[0] if "eval.mode" in given_keys(cfg) else None
-        evaluation_run.score_completions(recipe, path, columns, mode, settings(recipe))
-
-    # The number of completions per problem is known once the file is read.
-    compose_and_call([*overrides, f"eval.num_samples={MANY}"], task, BARE)
 
 
 def folder_name(recipe: Recipe) -> str:

@@ -1,35 +1,28 @@
-"""Runs one `grpo eval`, from the model or the file of completions to the written results."""
+"""Runs one `grpo eval`, from the model to the written results."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.checkpoints.lookup import file_hash, model_hash
-from grpo_cli.config.recipe import Recipe
-from grpo_cli.data.stored_completions import find as find_file
+from grpo_cli.checkpoints.lookup import model_hash
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import UserError, listed
-from grpo_cli.evaluation import benchmarks, stored_completions, tables
+from grpo_cli.errors import listed
+from grpo_cli.evaluation import tables
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.evaluation.journal import FOLDER, Journal
 from grpo_cli.evaluation.knobs import hash_of
-from grpo_cli.evaluation.settings import Eval
-from grpo_cli.evaluation.tasks import Task, TaskResult, of_stored
+from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models import loading
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter
-from grpo_cli.scoring.calls import RewardExecutor
-from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import inputs
-from grpo_cli.training.prepare import Prepared, check_writable
+from grpo_cli.training.prepare import Prepared
 
 
 def evaluate_model(prepared: Prepared, path: str, settings: Mapping[str, Any]) -> None:
@@ -75,96 +68,18 @@ def _evaluate(prepared: Prepared, path: str, settings: Mapping[str, Any], worker
     try:
         generator.update_weights(model, 0)
         journal = Journal(prepared.folder, workers, key_of(settings, tasks, identity))
-        results = solved(evaluator, journal, reporter, "eval")
+        results = solved(evaluator, journal, reporter)
     finally:
         generator.close()
     report = {"checkpoint_hash": identity, **settings}
-    finish(prepared.folder, path, results, report, reporter, workers, recipe)
+    finish(prepared, path, results, report, reporter, workers)
 
 
-def score_completions(
-    recipe: Recipe,
-    path: Path,
-    columns: Mapping[str, str],
-    mode: str | None,
-    settings: Mapping[str, Any],
-) -> None:
-    """Scores a file of completions on the recipe's one benchmark and writes the results.
-
-    Args:
-        columns: new name -> name in the file. mode: the mode that they were made in, if given.
-
-    Raises:
-        UserError: the file, a column or the benchmark's data is missing.
-    """
-    folder = Path(recipe.output_dir).expanduser()
-    check_writable(folder)
-    ((name, benchmark),) = recipe.benchmark.items()
-    found = stored_completions.load(
-        path, columns, name, benchmark, recipe.eval.limit, mode, recipe.dataset.max_pixels
-    )
-    groups = found.groups
-    sizes = [len(g.rollouts) for g in groups]
-    if min(sizes) == 1 and (recipe.eval.k or recipe.eval.metric):
-        raise UserError(
-            "eval.metric, eval.k: are only read where there are several completions of each "
-            f"problem; {path} has one."
-        )
-    config = dataclasses.replace(recipe.eval, num_samples=min(sizes))
-    if config.k and max(config.k) > min(sizes):
-        raise UserError(
-            f"eval.k = {max(config.k)}: must be <= {min(sizes)}, the completions that {path} has "
-            "of each problem."
-        )
-    executor, workers = RewardExecutor(recipe.scoring), Workers("cpu")
-    reporter = Reporter(recipe, folder, workers.is_main)
-    run = {"max_completion_tokens": recipe.longest_completion, "device": recipe.device}
-    names = [*groups[0].prompt.columns]
-    scorer = Scorer(benchmarks.rewards(benchmark), names, str(path), executor, run, "columns")
-    scorer.check_images([group.prompt.columns for group in groups], "completions")
-    task = of_stored(name, recipe, found, scorer, config.num_samples)
-    if not found.is_benchmark:
-        reporter.say(
-            f"note: the {len(groups):,} problems and their answers are from {path}; nothing says "
-            f"that they are those of {name}, so that published results are left out"
-        )
-    if found.rows is not None and found.rows > len(groups):
-        reporter.say(
-            f"warning: only {len(groups):,} of the {found.rows:,} rows of {name} have completions; "
-            "the numbers cover these rows only"
-        )
-    try:
-        evaluator = Evaluator(config, workers, None, None, [task])
-        results = solved(evaluator, None, reporter, "score")
-    finally:
-        executor.close()
-    report = settings_of_completions(settings, config, path, columns)
-    finish(folder, str(path), results, report, reporter, workers, recipe)
-
-
-def settings_of_completions(
-    settings: Mapping[str, Any], config: Eval, path: Path, columns: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns the settings for eval.json, without those of sampling, which are unknown."""
-    sampling = ("temperature", "top_p", "max_completion_tokens")
-    known = {k: v for k, v in dataclasses.asdict(config).items() if k not in sampling}
-    report = {**settings, "eval": known}
-    del report["generation"], report["model"], report["mixed_precision"]
-    report["checkpoint_hash"] = file_hash(find_file(path, "completions"))
-    if columns:
-        report["columns"] = dict(columns)
-        report["settings_hash"] = hash_of([report["settings_hash"], report["columns"]])
-    report["completions"] = str(path)
-    return report
-
-
-def solved(
-    evaluator: Evaluator, journal: Journal | None, reporter: Reporter, verb: str
-) -> list[TaskResult]:
+def solved(evaluator: Evaluator, journal: Journal, reporter: Reporter) -> list[TaskResult]:
     """Runs the evaluator with a bar on the terminal and returns its results."""
-    bar = Bar(reporter.console, verb, evaluator.problems)
+    bar = Bar(reporter.console, "eval", evaluator.problems)
     try:
-        if journal is not None and journal.found:
+        if journal.found:
             reporter.say(f"resumes: {journal.found:,} problems are already complete")
             bar.start_at(journal.found)
         return evaluator.run(
@@ -172,30 +87,25 @@ def solved(
         )
     finally:
         bar.close()
-        if journal is not None:
-            journal.close()
+        journal.close()
 
 
 def finish(
-    folder: Path,
-    subject: str,
+    prepared: Prepared,
+    path: str,
     results: Sequence[TaskResult],
     settings: Mapping[str, Any],
     reporter: Reporter,
     workers: Workers,
-    recipe: Recipe,
 ) -> None:
-    """Writes and shows an evaluation, and deletes its journal.
-
-    Args:
-        recipe: only overwrite is read.
-    """
+    """Writes and shows an evaluation, and deletes its journal."""
+    folder, overwrite = prepared.folder, prepared.recipe.overwrite
     with workers.raise_together():
         if workers.is_main:
-            before = None if recipe.overwrite else tables.set_aside(folder, settings)
-            tables.write(folder, subject, results, settings)
+            before = None if overwrite else tables.set_aside(folder, settings)
+            tables.write(folder, path, results, settings)
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
-            tables.show(reporter.console, paths.shown(subject), results)
+            tables.show(reporter.console, paths.shown(path), results)
             said = f"numbers: {paths.shown(folder / 'eval.json')}"
             if results[0].task.mode is not None:
                 said += f"; beside the paper's: {paths.shown(folder / 'table.md')}"

@@ -51,7 +51,6 @@ class Flags:
         rows: "own": the knob describes the recipe's own rows, in whose place benchmarks are
             evaluated; "any": it also describes the rows of benchmarks.
         of_train: the knob describes dataset.train, and is dropped if another one is given.
-        rescoring: read when stored completions are scored.
         decides: what stored parts of a step depend on: "completions", "distribution" (they too, as
             tokens are no longer drawn from softmax(logits / temperature)), "rewards" or "updates".
         without_effect: neither a run's results nor an evaluation's depend on the knob, so that it
@@ -70,7 +69,6 @@ class Flags:
     evaluated_if: tuple[str, str] | None = None
     rows: str = ""
     of_train: bool = False
-    rescoring: bool = False
     decides: str = ""
     without_effect: bool = False
     kept: bool = False

@@ -37,7 +37,6 @@ class Recipe(RunSettings):
         {},
         "Benchmarks by name, such as benchmark=gsm8k,math; they replace dataset.eval in "
         "evaluation.",
-        rescoring=True,
     )
     scoring: Scoring = section(Scoring, without_effect=True)
     generation: Generation = section(Generation)

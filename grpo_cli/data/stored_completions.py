@@ -1,4 +1,4 @@
-"""Reads stored completions from a file, for `grpo score` and `grpo eval`.
+"""Reads stored completions from a file, for `grpo score` and `grpo show`.
 
 A file has a column `completion` and the columns that rewards read. Files written by a run or by
 `grpo eval` store the data set's columns as JSON in a column `columns`, and the prompt's images in a

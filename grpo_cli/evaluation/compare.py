@@ -201,8 +201,8 @@ def check_same_judge(one: Stored, other: Stored, in_both: Collection[tuple[str, 
         ):
             if not same:
                 raise UserError(
-                    f"{one.path} and {other.path}: the {key} of {name} differs, {a} and {b}; "
-                    "judge both alike (grpo eval completions=FOLDER judges completions again)."
+                    f"{one.path} and {other.path}: the {key} of {name} differs, {a} and {b}; judge "
+                    "both alike."
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,6 @@ from grpo_cli.scoring.scorer import metrics_of
 
 LONGEST_TOKEN = 32  # characters; longer than almost every token
 ANSWER = re.compile(r"\\boxed|answer is|####|答案", re.IGNORECASE)
-CHUNK = 64  # stored problems scored at a time
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Evaluator:
 
     config: Eval
     workers: Workers
-    tokenizer: PreTrainedTokenizerBase | None  # None if nothing is sampled
-    generator: Generator | None
+    tokenizer: PreTrainedTokenizerBase
+    generator: Generator
     tasks: Sequence[Task]
     rollouter: Rollouter = field(default_factory=Rollouter)  # used for held-out rows
 
@@ -87,8 +86,8 @@ class Evaluator:
         keep_groups: bool,
     ) -> TaskResult:
         workers = self.workers
-        known, prompts = [*(task.stored or ())], []
-        for prompt in task.prompts if task.stored is None else ():
+        known, prompts = list[Group](), list[Prompt]()
+        for prompt in task.prompts:
             group = journal.group(task.label, prompt) if journal is not None else None
             if group is None:
                 prompts.append(prompt)
@@ -103,8 +102,12 @@ class Evaluator:
             session.add(group.rollouts)
 
         rollouter = self._rollouter_of(task)
-        leaving = interruptible(rollouter.takes_turns)
-        with leaving, self._sampled(task, rollouter, own) as sampled:
+        with (
+            interruptible(rollouter.takes_turns),
+            rollouter.groups(
+                self.generator, self.tokenizer, own, task.num_samples, task.sampling, task.seed
+            ) as sampled,
+        ):
             for group in sampled:
                 done += workers.size
                 if task.benchmark is not None:
@@ -117,14 +120,10 @@ class Evaluator:
                 session.add(group.rollouts)
                 groups.append(group)
         groups.sort(key=lambda g: g.prompt_index)
-        # Without progress in between, functions without a timeout get all completions in one call.
-        size = CHUNK if task.stored is not None else max(len(groups), 1)
         with interruptible(False), workers.raise_together():
-            for start in range(0, len(groups), size):
-                chunk = groups[start : start + size]
-                scored = session.finish([r for g in chunk for r in g.rollouts], self.tokenizer)
-                groups[start : start + size] = regrouped(chunk, scored)
-                progress(min((start + len(chunk)) * workers.size, len(task.prompts)), "scored")
+            scored = session.finish([r for g in groups for r in g.rollouts], self.tokenizer)
+            groups = regrouped(groups, scored)
+            progress(min(len(groups) * workers.size, len(task.prompts)), "scored")
         with workers.raise_together():
             facts = self._facts(task, groups)
         of_rewards = {
@@ -150,19 +149,8 @@ class Evaluator:
             kept.sort(key=lambda g: g.prompt_index)
         return TaskResult(task, found, kept)
 
-    def _sampled(
-        self, task: Task, rollouter: Rollouter, prompts: Sequence[tuple[int, Prompt]]
-    ) -> AbstractContextManager[Iterable[Group]]:
-        if task.stored is not None:
-            return nullcontext(())
-        generator, tokenizer = self.generator, self.tokenizer
-        assert generator is not None and tokenizer is not None, "there is a model"  # noqa: PT018
-        how = (task.num_samples, task.sampling, task.seed)
-        return rollouter.groups(generator, tokenizer, prompts, *how)
-
     def _rollouter_of(self, task: Task) -> Rollouter:
         if task.tools is not None:
-            assert self.tokenizer is not None, "programs are run where something is sampled"
             return program_loop(self.tokenizer, task.tools)
         return Rollouter() if task.benchmark is not None else self.rollouter.for_evaluation()
 
@@ -171,7 +159,6 @@ class Evaluator:
             ProblemStats.of,
             right=task.right,
             breakdown=task.benchmark.breakdown if task.benchmark is not None else (),
-            ends_known=task.ends_known,
         )
         if not task.has_votes:
             return [facts_of(g) for g in groups]

@@ -14,7 +14,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from grpo_cli.config import knob
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.keys import KNOBS, flagged, is_among
 from grpo_cli.config.knob import flags_of, value_at
@@ -53,21 +52,6 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
             raise UserError(
                 f"{word}: is about the recipe's held-out rows, and benchmarks are evaluated in "
                 f"their place: {listed(recipe.benchmark)}."
-            )
-
-
-def check_read_of_completions(overrides: Sequence[str]) -> None:
-    """Refuses keys that are not read when stored completions are scored."""
-    for word in overrides:
-        key = key_set_by(word)
-        section, *rest = key.split(".")  # benchmark.NAME.KNOB
-        known, of = flagged("rescoring"), ""
-        if section == "benchmark" and len(rest) > 1:
-            key, known, of = rest[1], knob.flagged(Benchmark, "rescoring"), " of a benchmark"
-        if key and not is_among(key, [*known, "hydra"]):
-            raise UserError(
-                f"{word}: nothing is sampled with completions=FILE, and nothing reads it; what is "
-                f"read{of} is {listed(known)}."
             )
 
 

@@ -42,19 +42,17 @@ class Benchmark:
         "",
         "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern or a folder of "
         "such files, or pkg://package/file.",
-        rescoring=True,
         trusted="data",
     )
-    subset: str | None = text(None, "Configuration of the hub data set.", rescoring=True)
-    split: str = text("test", "Split of a hub data set or a folder.", rescoring=True)
+    subset: str | None = text(None, "Configuration of the hub data set.")
+    split: str = text("test", "Split of a hub data set or a folder.")
     columns: dict[str, str] = text(
-        {}, "Columns to rename before they are used, as new_name: old_name.", rescoring=True
+        {}, "Columns to rename before they are used, as new_name: old_name."
     )
     modes: dict[str, Mode] = knob(
         MODES,
         "Modes that eval.mode can name; each has prompt, tools, title and published. cot (in "
         "words) and tir (with programs that are run) are there, tir without a prompt.",
-        rescoring=True,
         trusted="modes",
     )
     system: str | None = text(None, "System prompt, for prompts that are chats.")
@@ -70,15 +68,10 @@ class Benchmark:
     reward: str = knob(
         "math",
         "Reward function that gives 1 to a correct answer (see `grpo rewards`).",
-        rescoring=True,
         trusted="reward",
     )
-    args: dict[str, Any] = knob(
-        {}, "Keyword arguments of the benchmark's reward function.", rescoring=True
-    )
-    breakdown: list[str] = text(
-        [], "Columns by which the accuracy is also reported.", rescoring=True
-    )
+    args: dict[str, Any] = knob({}, "Keyword arguments of the benchmark's reward function.")
+    breakdown: list[str] = text([], "Columns by which the accuracy is also reported.")
     max_completion_tokens: int | None = at_least_1(
         None,
         "Length limit of a completion, unless eval.max_completion_tokens is set; null: "
@@ -155,23 +148,18 @@ class Eval:
         ["cot"],
         "Modes in which benchmarks are solved: in words (cot), or with programs that are run "
         "(tir).",
-        rescoring=True,
     )
     metric: list[str] = knob(
         [],
         "Metrics over several completions of a row: mean accuracy, pass@k, maj@k; empty: all.",
         choices=("mean", "pass", "maj"),
-        rescoring=True,
     )
     k: list[int] = at_least_1(
         [],
         "Values of k in pass@k and maj@k; empty: the powers of 2 up to eval.num_samples, and "
         "eval.num_samples.",
-        rescoring=True,
     )
-    limit: int | None = at_least_1(
-        None, "Use only the first N rows of every benchmark.", rescoring=True
-    )
+    limit: int | None = at_least_1(None, "Use only the first N rows of every benchmark.")
     best: str = text(
         "accuracy",
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "

@@ -24,8 +24,8 @@ class ProblemStats:
     graded: list[bool]  # [n] whether the reward whose value 1 counts as right is neither 0 nor 1
     rewards: list[float]  # [n], NaN where no function applies
     parts: dict[str, list[float | None]]  # by reward function, [n]
-    lengths: list[int]  # token counts of the completions with known tokens
-    truncated: list[bool]  # [n], or empty if finish reasons are unknown
+    lengths: list[int]  # token counts of the completions that have tokens
+    truncated: list[bool]  # [n]
     answered: list[bool] | None  # [n]; None if the reward judges no final answers
     votes: list[int] | None  # completions of each class of equal answers; None if not counted
     right_votes: list[int]  # indices of the right classes
@@ -44,8 +44,6 @@ class ProblemStats:
         breakdown: Sequence[str] = (),
         answers: Sequence[str | None] | None = None,
         ballot: Ballot | None = None,
-        *,
-        ends_known: bool = True,
     ) -> ProblemStats:
         """Extracts the facts of a scored group.
 
@@ -54,7 +52,6 @@ class ProblemStats:
             breakdown: columns by which the accuracy is broken down.
             answers: the completions' final answers, if the reward judges these.
             ballot: the counted answers.
-            ends_known: whether the finish reasons are known.
         """
         rollouts, columns = group.rollouts, group.prompt.columns
         rights = rights_of(group, right)
@@ -69,7 +66,7 @@ class ProblemStats:
                 name: [r.reward_parts[name] for r in rollouts] for name in rollouts[0].reward_parts
             },
             lengths=[r.completion.sampled_tokens for r in rollouts if r.completion.ids],
-            truncated=[r.completion.finish_reason == "length" for r in rollouts if ends_known],
+            truncated=[r.completion.finish_reason == "length" for r in rollouts],
             answered=answered,
             votes=None if ballot is None else ballot.votes,
             right_votes=[] if ballot is None else sorted(ballot.right),

@@ -54,7 +54,7 @@ def write(
     """Writes an evaluation into its folder; returns the content of eval.json.
 
     Args:
-        subject: the checkpoint or the file of completions that was evaluated.
+        subject: the checkpoint that was evaluated.
         settings: the evaluation's settings, for eval.json.
     """
     for name in WRITTEN:  # files of the same evaluation, or of one to be overwritten
@@ -100,7 +100,6 @@ def completion_rows(result: TaskResult, images: bool) -> Iterator[dict[str, Any]
                 | row
                 | {
                     "correct": r.reward_parts[task.right] == 1,
-                    "finish_reason": r.completion.finish_reason if task.ends_known else None,
                     "tool_calls": r.completion.tool_calls,
                     "tool_errors": r.completion.tool_errors,
                     "tool_timeouts": r.completion.tool_timeouts,

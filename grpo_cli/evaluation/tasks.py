@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.environments.program_calls import describe
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.settings import Benchmark
-from grpo_cli.evaluation.stored_completions import StoredGroups
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.settings import Tools
 from grpo_cli.models.vision import VisionProcessor
@@ -39,8 +37,6 @@ class Task:
     seed: int
     key: str = ""  # part of the metrics' names
     tools: Tools | None = None
-    stored: Sequence[Group] | None = None  # stored completions to score; None: sample
-    ends_known: bool = True  # whether finish reasons are known
     benchmark: Benchmark | None = None  # None: held-out rows of the recipe
 
     @property
@@ -167,29 +163,6 @@ def of_benchmarks(
                 )
             )
     return tasks
-
-
-def of_stored(
-    name: str, recipe: Recipe, stored: StoredGroups, scorer: Scorer, num_samples: int
-) -> Task:
-    """Builds the task of scoring stored completions on a benchmark of the recipe."""
-    benchmark = recipe.benchmark[name]
-    if not stored.is_benchmark:  # published results are for other problems
-        modes = {m: dataclasses.replace(how, published={}) for m, how in benchmark.modes.items()}
-        benchmark = dataclasses.replace(benchmark, modes=modes)
-    return Task(
-        name=name,
-        mode=recipe.eval.mode[0],
-        prompts=[group.prompt for group in stored.groups],
-        scorer=scorer,
-        right=next(iter(scorer.rewards)),
-        sampling=Sampling(max_tokens=1),  # nothing is sampled
-        num_samples=num_samples,
-        seed=recipe.seed,
-        stored=stored.groups,
-        ends_known=stored.ends_known,
-        benchmark=benchmark,
-    )
 
 
 def _number(text: str) -> int:

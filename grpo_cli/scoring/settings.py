@@ -69,11 +69,9 @@ class Scoring:
     workers: int | None = at_least_1(
         None,
         "Worker processes for rewards with a timeout; null: this process's share of the cores.",
-        rescoring=True,
     )
     worker_memory_gb: float | None = above_0(
         4.0,
         "Address space of one worker process of rewards, tools or environments, in GiB; null: no "
         "limit.",
-        rescoring=True,
     )

@@ -61,12 +61,8 @@ class RunSettings:
 
     recipe: str = text("", "Name of the recipe; set by the command line.")
     description: str = text("", "One-line description, shown by `grpo recipes`.")
-    output_dir: str = knob(
-        "outputs/${recipe}", "Folder that the run writes to.", of_start=True, rescoring=True
-    )
-    overwrite: bool = knob(
-        False, "Discard an earlier run in output_dir.", of_start=True, rescoring=True
-    )
+    output_dir: str = knob("outputs/${recipe}", "Folder that the run writes to.", of_start=True)
+    overwrite: bool = knob(False, "Discard an earlier run in output_dir.", of_start=True)
     resume: str | None = knob(
         None,
         "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any.",

@@ -12,13 +12,7 @@ from grpo_cli.config.parsing import parse
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation.knobs import (
-    check_read,
-    check_read_of_completions,
-    check_rows,
-    settings,
-    without_training,
-)
+from grpo_cli.evaluation.knobs import check_read, check_rows, settings, without_training
 from grpo_cli.evaluation.settings import Benchmark
 
 
@@ -52,16 +46,6 @@ def test_held_out_rows_are_not_those_of_benchmarks(word: str) -> None:
     with pytest.raises(UserError, match="benchmarks are evaluated in their place: own"):
         check_rows(["seed=1", word], Recipe(benchmark={"own": Benchmark()}))
     check_rows(["seed=1"], Recipe(benchmark={"own": Benchmark()}))
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["eval.temperature=1", "seed=1", "scoring.max_steps=1", "benchmark.own.shots=2", "reward=x"],
-)
-def test_of_completions_that_are_there_less_is_read(word: str) -> None:
-    check_read_of_completions(["-m", "benchmark=own", "benchmark.own.args.units=true", "eval.k=2"])
-    with pytest.raises(UserError, match="nothing is sampled with completions=FILE"):
-        check_read_of_completions([word])
 
 
 def composed(**changes: Any) -> Any:

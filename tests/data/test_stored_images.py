@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -15,7 +16,10 @@ from grpo_cli.data import conversations, images
 from grpo_cli.data.rows import Rows
 from grpo_cli.data.stored_completions import Sample, check_images, load
 from grpo_cli.errors import UserError
+from grpo_cli.evaluation import tables
+from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.images import StoredImage
+from grpo_cli.records import regrouped
 from grpo_cli.reporting import reporter
 from tests.conftest import make_group, make_rollout
 from tests.pictures import PNG, image_groups, write_groups
@@ -53,6 +57,18 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         image = sample.columns["image"]
         assert image is None or image is sample.images[0]
     assert read[0].prompt == [{"role": "user", "content": [BLOCK, TEXT]}]
+
+
+def test_an_evaluation_stores_them_too(tmp_path: Path) -> None:
+    groups = image_groups()
+    judged = [dataclasses.replace(r, reward_parts={"x": 1.0}) for g in groups for r in g.rollouts]
+    task: Any = SimpleNamespace(name="mine", mode="cot", right="x")
+    result = TaskResult(task, {}, regrouped(groups, judged))
+    rows = [*tables.completion_rows(result, images=True)]
+    reporter.write_parquet(tmp_path / "completions.parquet", rows)
+    read = load(tmp_path / "completions.parquet", {}, "input")
+    sizes = [[i.open().size for i in sample.images] for sample in read]
+    assert sizes == [[(30, 20)]] * 2 + [[]] * 2 + [[(6, 4)]] * 2
 
 
 def test_pictures_in_messages_are_read_again(tmp_path: Path) -> None:

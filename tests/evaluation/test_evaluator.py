@@ -164,7 +164,7 @@ class Recites(Generator):
 
 def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedTokenizerFast) -> None:
     generator = Recites()
-    letters = [chr(ord("a") + i % 26) for i in range(70)]  # more than one chunk
+    letters = [chr(ord("a") + i % 26) for i in range(70)]
     prompts = [
         Prompt(row, tokenizer(text)["input_ids"], text, {"answer": "a"})
         for row, text in enumerate(letters)
