@@ -121,7 +121,7 @@ def score_completions(
     run = {"max_completion_tokens": recipe.longest_completion, "device": recipe.device}
     names = [*groups[0].prompt.columns]
     scorer = Scorer(benchmarks.rewards(benchmark), names, str(path), executor, run, "columns")
-    scorer.check_images([group.prompt.columns for group in groups], "completions")
+    scorer.check_cells([group.prompt.columns for group in groups], "completions")
     task = of_stored(name, recipe, found, scorer, config.num_samples)
     if not found.is_benchmark:
         reporter.say(
