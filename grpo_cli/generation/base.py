@@ -90,7 +90,7 @@ class Session:
 
     def submit(self, request: Request) -> None:
         """Adds a request. Every process of a run submits its share, also one without prompts."""
-        self.generator.refuse_images(request.prompts)
+        self.generator.check_prompts(request.prompts)
         self.unfinished += len(request.prompts)
         if request.prompts:
             self._submitted.append(request)
@@ -217,7 +217,7 @@ class Generator:
     def close(self) -> None:
         """Ends processes and frees memory."""
 
-    def refuse_images(self, prompts: Sequence[Prompt]) -> None:
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raises a TrainingError if a prompt has images and this engine takes only token ids."""
         if self.accepts_images:
             return

@@ -20,7 +20,7 @@ from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm.checks import dtype_of
 from grpo_cli.images import ImageError
 from grpo_cli.models import loading
-from grpo_cli.models.families import image_tokens
+from grpo_cli.models.families import placeholder_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 
@@ -126,7 +126,7 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
     model, autocast = setup.model, setup.workers.autocast
     if not setup.recipe.generation.vllm.check_weights:
         return None
-    rows = fixed_rows(setup.prompts, image_tokens(model.config))
+    rows = fixed_rows(setup.prompts, placeholder_tokens(model.config))
     rollouts = []
     for row in rows:
         begin, scored = row.prompt.ids[: -row.num_tokens], row.prompt.ids[-row.num_tokens :]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.vllm import images
+from grpo_cli.generation.vllm import prompts
 from grpo_cli.generation.vllm.requests import BANNED, sampling_params
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
@@ -27,7 +27,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 def test_each_image_is_one_placeholder_again(loaded: Loaded) -> None:
     placeholder = loaded.tokenizer.convert_tokens_to_ids(loaded.vision.placeholder)
     for prompt in loaded.mixed():
-        given = images.given_ids(prompt)
+        given = prompts.given_ids(prompt)
         assert given.count(placeholder) == len(prompt.images)
         text = loaded.tokenizer.decode(given)
         assert loaded.vision.ids(text, prompt.images) == prompt.ids
@@ -35,9 +35,9 @@ def test_each_image_is_one_placeholder_again(loaded: Loaded) -> None:
 
 def test_what_an_episode_adds_stays(loaded: Loaded) -> None:
     prompt = loaded.mixed()[0]
-    given = images.given_ids(prompt)
+    given = prompts.given_ids(prompt)
     prompt.ids.extend([50, 51, 52])
-    assert images.given_ids(prompt) == [*given, 50, 51, 52]
+    assert prompts.given_ids(prompt) == [*given, 50, 51, 52]
 
 
 def test_joined_image_tokens_are_refused(loaded: Loaded) -> None:
@@ -54,7 +54,7 @@ def test_server_gets_resized_images() -> None:
             return ids
 
     prompt = Prompt(0, [5], "", {}, images=(stored,), vision=Vision())  # type: ignore[arg-type]
-    sent = images.over_http(prompt)
+    sent = prompts.over_http(prompt)
     (part,) = sent["content_parts"]
     head, _, data = part["url"].partition(",")
     assert head == "data:image/png;base64"
@@ -62,16 +62,16 @@ def test_server_gets_resized_images() -> None:
         assert found.size == (16, 16)
         assert found.tobytes() == stored.open().tobytes()
     assert sent["return_token_ids"]
-    assert images.over_http(Prompt.from_ids([5])) == {"token_ids": [5]}
+    assert prompts.over_http(Prompt.from_ids([5])) == {"token_ids": [5]}
 
 
 def test_different_tokens_are_refused(loaded: Loaded) -> None:
     with_image, without, _ = loaded.mixed()
-    images.check_ids(with_image, list(with_image.ids))
-    images.check_ids(without, None)
+    prompts.check_ids(with_image, list(with_image.ids))
+    prompts.check_ids(without, None)
     for found in (None, [], with_image.ids[:-1]):
         with pytest.raises(TrainingError, match="the prompt of row 0, and the trainer's processor"):
-            images.check_ids(with_image, found)
+            prompts.check_ids(with_image, found)
 
 
 def test_tokens_of_images_are_banned() -> None:
