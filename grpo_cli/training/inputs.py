@@ -106,7 +106,7 @@ def make_stream(
             return make(may_be_empty=may_be_empty)[0]
 
         streamed = StreamedPrompts(stream, of_block, seed, dataset.shuffle)
-        streamed.is_sound = is_sound
+        streamed.is_sound, streamed.has_images = is_sound, loaded.vision is not None
         return streamed
 
     def prompts(name: str) -> list[Prompt]:
