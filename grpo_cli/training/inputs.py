@@ -34,7 +34,7 @@ from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation import tasks
-from grpo_cli.images import ImageError
+from grpo_cli.images import ImageError, unreadable
 from grpo_cli.models import loading, tiny
 from grpo_cli.models.loading import LoadedModel, load_model
 from grpo_cli.records import Prompt
@@ -197,14 +197,12 @@ def make_tasks(
         prompts, _ = prompts_of(held.rows, held.dataset, prepared, loaded, say, held_out=True)
         readable = []
         for prompt in prompts:
-            try:
-                for image in prompt.images:
-                    image.open()
+            if (why := unreadable(prompt.images)) is None:
                 readable.append(prompt)
-            except ImageError as error:
-                if held.dataset.bad_rows == "stop":
-                    raise UserError(f"{error} (dataset.bad_rows=drop drops the row).") from error
-                say(f"note: {error}; the row is dropped")
+            elif held.dataset.bad_rows == "stop":
+                raise UserError(f"{why} (dataset.bad_rows=drop drops the row).")
+            else:
+                say(f"note: {why}; the row is dropped")
         label = name or sources.short_name(recipe.dataset.eval or recipe.dataset.train or "")
         found.append(
             tasks.held_out(
