@@ -20,10 +20,9 @@ import httpx2
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import server_key
 from grpo_cli.generation.vllm.checks import START_SECONDS
-from grpo_cli.generation.vllm.prompts import check_ids, encoded, over_http
+from grpo_cli.generation.vllm.prompts import ComparedPrompt, check_ids, encoded, over_http
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
-from grpo_cli.generation.vllm.weight_check import ComparedPrompt
 from grpo_cli.records import Completion, Prompt
 
 QUICK = 20.0  # timeout in seconds of a call that computes nothing

@@ -27,9 +27,15 @@ from grpo_cli.generation.vllm import lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.checks import contradictions_of_colocate, dtype_of, of_head
-from grpo_cli.generation.vllm.prompts import check_ids, in_process, limits, refused_rows
+from grpo_cli.generation.vllm.prompts import (
+    ComparedPrompt,
+    check_ids,
+    in_process,
+    limits,
+    refused_rows,
+)
 from grpo_cli.generation.vllm.requests import check_lengths, completion, prompt_logprobs, repeated
-from grpo_cli.generation.vllm.weight_check import ComparedPrompt, WeightCheck
+from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Completion, Prompt

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,11 +22,21 @@ from transformers import PreTrainedModel
 from grpo_cli.errors import TrainingError, UserError, listed
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm import lora
+from grpo_cli.images import unreadable
 from grpo_cli.models import adapters
 from grpo_cli.models.vision import parameters_of_images
 from grpo_cli.records import Prompt
 
+PROMPTS, TOKENS = 4, 24  # compared prompts, and tokens of each: few, since it is in every step
 FAST = 1  # zlib level; each PNG is sent only once
+
+
+@dataclass(frozen=True)
+class ComparedPrompt:
+    """A prompt whose last `num_tokens` tokens are compared."""
+
+    prompt: Prompt
+    num_tokens: int
 
 
 def given_ids(prompt: Prompt) -> list[int]:
@@ -136,3 +148,31 @@ def check_tower(model: PreTrainedModel) -> None:
                 f"{name} reads images; {lora.OTHER_WAY}, or name the language model's layers in "
                 "adapter.target_modules."
             )
+
+
+def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[ComparedPrompt]:
+    """Returns the tokens to check: the ends of the first prompts, since beginnings may be equal.
+
+    Prompts with images come first, since only they test the weights of the vision tower; images
+    stay in front of the tokens. One that is unreadable is reported by the step that uses it.
+
+    Args:
+        of_images: ids of image tokens, which have no log-probabilities.
+    """
+    with_images = (p for p in prompts if p.images and unreadable(p.images) is None)
+    texts = (p for p in prompts if not p.images)
+    ends = (_end(prompt, of_images) for prompt in itertools.chain(with_images, texts))
+    rows = list(itertools.islice(filter(None, ends), PROMPTS))
+    first = next((i for i in prompts[0].ids if i not in of_images), 0)
+    return rows or [ComparedPrompt(Prompt.from_ids([first, first]), 1)]
+
+
+def _end(prompt: Prompt, of_images: Collection[int]) -> ComparedPrompt | None:
+    """Returns the last tokens of a prompt, after its images; None if there are none."""
+    num_tokens = next(
+        (n for n, i in enumerate(reversed(prompt.ids)) if i in of_images), len(prompt.ids)
+    )
+    if prompt.images:
+        return ComparedPrompt(prompt, min(num_tokens, TOKENS)) if num_tokens else None
+    ids = prompt.ids[-min(num_tokens, TOKENS) :]
+    return ComparedPrompt(Prompt.from_ids(ids), len(ids) - 1) if len(ids) > 1 else None

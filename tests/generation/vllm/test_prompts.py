@@ -15,6 +15,7 @@ from grpo_cli.generation.vllm import prompts
 from grpo_cli.generation.vllm.requests import BANNED, sampling_params
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
+from tests.conftest import as_prompts, as_scored
 from tests.models.test_vision import Loaded, load
 from tests.vision_models import picture
 
@@ -79,3 +80,38 @@ def test_tokens_of_images_are_banned() -> None:
     assert sampling_params(sampling, 2, [2], 0, None)["logit_bias"] == {
         7: BANNED, 9: BANNED, 3: 1.0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows"),
+    [
+        ([[1, 2, 3], [4], [5, 6]], [[1, 2, 3], [5, 6]]),
+        ([[7]], [[7, 7]]),
+        ([[i, i] for i in range(20)], [[i, i] for i in range(4)]),
+        ([[*range(100), 0]], [[*range(77, 100), 0]]),
+    ],
+    ids=lambda rows: str(len(rows)),
+)
+def test_the_fixed_tokens(ids: list[list[int]], rows: list[list[int]]) -> None:
+    assert prompts.fixed_rows(as_prompts(ids), [9]) == as_scored(rows)
+
+
+def test_the_fixed_tokens_of_images() -> None:
+    """Prompts with images come first, whole; the tokens behind the image are compared.
+
+    One whose image is broken is left out: dataset.bad_rows=drop lets the run go on without it.
+    """
+    image = StoredImage(Image.new("RGB", (4, 4)), "row 0")
+    broken = Prompt(4, [1, 9, 5], "", {}, images=(StoredImage(b"GIF", "row 4"),))
+    with_image = Prompt(0, [1, 9, 9, 5, 6], "", {}, images=(image,))
+    at_the_end = Prompt(1, [1, 5, 9], "", {}, images=(image,))
+    long = Prompt(2, [9, *range(10, 60)], "", {}, images=(image,))
+    text = Prompt(3, [4, 9, 5, 6], "", {})  # its 9 is no image
+    rows = prompts.fixed_rows([text, broken, with_image, at_the_end, long], [9])
+    assert [(row.prompt.ids, row.num_tokens) for row in rows] == [
+        (with_image.ids, 2),
+        (long.ids, 24),
+        ([5, 6], 1),
+    ]
+    assert [bool(row.prompt.images) for row in rows] == [True, True, False]
+    assert prompts.fixed_rows([at_the_end], [9]) == as_scored([[1, 1]])
