@@ -51,11 +51,7 @@ class Policy:
         router_coef: float = 0.0,
         reads_images: bool = False,
     ) -> None:
-        """Combines the parts of a policy whose model is on its device.
-
-        Args:
-            reads_images: whether the data has images.
-        """
+        """Combines the parts of a policy; reads_images: whether the data has images."""
         self.model, self.tokenizer, vision, self.processor = loaded
         self.logprobs, self.reference = logprobs, reference
         self.optimizer, self.scaler = optimizer, workers.grad_scaler()
