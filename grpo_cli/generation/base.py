@@ -218,13 +218,11 @@ class Generator:
         """Ends processes and frees memory."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raises a TrainingError if a prompt has images and this engine takes only token ids."""
-        if self.accepts_images:
-            return
-        for prompt in prompts:
-            if prompt.images:
-                raise TrainingError(
-                    f"the prompt of row {prompt.row} has images; {type(self).__name__} takes "
-                    "token ids only. Choose another engine (generation=...).",
-                    alone=True,
-                )
+        """Raises a TrainingError if this engine cannot take a prompt, for its images."""
+        first = next((p for p in prompts if p.images and not self.accepts_images), None)
+        if first is not None:
+            raise TrainingError(
+                f"the prompt of row {first.row} has images; {type(self).__name__} takes token ids "
+                "only. Choose another engine (generation=...).",
+                alone=True,
+            )
