@@ -349,7 +349,7 @@ def copy_files(path: str, names: Iterable[str], folder: str | Path) -> None:
 
 
 def as_entry(prompt: Prompt) -> dict[str, Any]:
-    """Returns a prompt's row and images in a form that loads without pickle (ImageError)."""
+    """Returns a prompt's row and images as values and tensors, which load without pickle."""
     stored = (bytearray(image.encoded()["bytes"]) for image in prompt.images)
     return {"row": prompt.row, "images": [torch.frombuffer(b, dtype=torch.uint8) for b in stored]}
 

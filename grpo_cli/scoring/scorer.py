@@ -130,11 +130,7 @@ class Scorer:
         return found
 
     def check_cells(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
-        """Checks the completions' columns that a function takes; see `stored_completions.check`.
-
-        Raises:
-            UserError: a cell cannot be read or is not stored.
-        """
+        """Checks the columns that a function takes; raises as `stored_completions.check` does."""
         signatures = [reward.signature for reward in self.rewards.values()]
         names = dict.fromkeys(name for of_one in columns for name in of_one)
         taken = [name for name in names if any(s.takes(name) for s in signatures)]
