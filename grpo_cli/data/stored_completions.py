@@ -71,11 +71,12 @@ class Sample:
 
     @classmethod
     def of_row(
-        cls, rows: Rows, number: int, prompt: Any, text: str, ids: Sequence[int] | None, pixels: int
-    ) -> Sample:
+        cls, rows: Rows, number: int, prompt: Any, text: str, ids: Sequence[int] | None,
+        max_pixels: int | None,
+    ) -> Sample:  # fmt: skip
         """Returns the sample of a completion that was not sampled; see `images.of_row`."""
         row = rows.rows[number]
-        found = images_of_rows.of_row(rows, number, row, prompt, pixels)
+        found = images_of_rows.of_row(rows, number, row, prompt, max_pixels)
         columns = other_columns(row) | other_columns(found.columns)
         return cls(rows.line(number), found.prompt, text, ids, columns, images=found.images)
 
