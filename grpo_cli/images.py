@@ -13,7 +13,7 @@ import io
 import math
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -221,6 +221,16 @@ def _turned_size(image: Image.Image) -> tuple[int, int]:
     # Without this entry a PNG would be decoded to look for it.
     lies = "exif" in image.info and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (height, width) if lies else (width, height)
+
+
+def unreadable(images: Iterable[StoredImage]) -> str | None:
+    """Returns why an image cannot be read; None if all can."""
+    try:
+        for image in images:
+            image.open()
+    except ImageError as error:
+        return str(error)
+    return None
 
 
 def opened(value: Any) -> Any:

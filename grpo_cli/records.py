@@ -58,6 +58,10 @@ class Prompt:
             return self.text
         return [*self.text, {"role": "assistant", "content": self.prefill}]  # type: ignore[list-item]
 
+    def expanded(self, text: str) -> str:
+        """Returns a rendered text with the tokens of this prompt's images."""
+        return text if self.vision is None else self.vision.expanded(text, self.images)
+
     @classmethod
     def from_ids(cls, ids: Sequence[int]) -> Prompt:
         """Returns a prompt of these token ids that belongs to no row of a data set."""

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from grpo_cli import cli
 from grpo_cli.algorithm.settings import Loss
-from grpo_cli.generation.vllm.weight_check import ComparedPrompt
+from grpo_cli.generation.vllm.prompts import ComparedPrompt
 from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Completion, Group, Prompt, Rollout, WeightedSample

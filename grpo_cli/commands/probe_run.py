@@ -8,15 +8,13 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config import parsing
 from grpo_cli.config.schedules import at_step
-from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import lines
 from grpo_cli.generation.factory import make_generator
-from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
+from grpo_cli.reporting.reporter import Reporter, rows_by_group, write_parquet
 from grpo_cli.reporting.status import write_text
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import inputs
@@ -89,12 +87,7 @@ def write(prepared: Prepared, result: ProbeResult, reporter: Reporter) -> None:
     """Writes probe.json and completions.parquet, and prints the result."""
     report, completions = prepared.folder / FILE, prepared.folder / "completions.parquet"
     write_text(report, result.as_json())
-    with_images = has_images(g.prompt for g in result.groups)
-    rows = []
-    for g in result.groups:
-        images = images_cell(g.prompt) if with_images else None
-        rows += [completion_row(0, g, sample, images) for sample in range(len(g.rollouts))]
-    write_parquet(completions, rows)
+    write_parquet(completions, [*chain.from_iterable(rows_by_group(result.groups))])
     files = f"\nnumbers: {paths.shown(report)}; every completion: {paths.shown(completions)}"
     shown = lines(prepared.recipe.recipe, result.measured, result.verdict)
     for line in chain(shown, [files]):

@@ -23,9 +23,9 @@ from grpo_cli.config.compose import BARE, compose_and_call, given_keys
 from grpo_cli.config.knob import knob
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.words import described, parse, split
-from grpo_cli.data import images, stored_completions
+from grpo_cli.data import stored_completions
 from grpo_cli.data.conversations import text_of
-from grpo_cli.data.prompts import other_columns, prompt_text
+from grpo_cli.data.prompts import prompt_text
 from grpo_cli.data.rows import load_rows
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import TrainingError, UserError
@@ -129,21 +129,20 @@ def _score_one(
         raise UserError(
             f"row = {request.row}: {rows.source} has {len(rows.rows):,} rows, counted from 0."
         )
-    row = rows.rows[request.row]
     text = sys.stdin.read() if request.completion == "-" else request.completion
-    prompt = prompt_text(row, dataset, request.row)
-    of_row = images.of_row(rows, request.row, row, prompt, dataset.max_pixels)
-    prompt, columns = of_row.prompt, other_columns(row) | other_columns(of_row.columns)
-    sample = Sample(request.row, prompt, text, None, columns)
+    prompt = prompt_text(rows.rows[request.row], dataset, request.row)
+    sample = Sample.of_row(rows, request.row, prompt, text, None, dataset.max_pixels)
+    sample = replace(sample, row=request.row)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
-    scorer.check_images([columns])
+    scorer.check_cells([sample.columns])
     # A typed completion has no tokens: functions that need them are left out.
     left_out = [name for name, term in scorer.rewards.items() if needs_ids(term)]
     for name in left_out:
         del scorer.rewards[name]
     ((scored,),) = score_samples(scorer, [sample])
     console = Console(highlight=False)
-    shown = prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
+    shown = sample.prompt
+    shown = shown if isinstance(shown, str) else text_of(shown[-1]["content"])
     console.print(f"prompt: {_shortened(shown, 500)}", markup=False)
     for name, value in sample.columns.items():
         console.print(f"{name}: {_shortened(str(value), 200)}", markup=False)
@@ -168,7 +167,7 @@ def _score_file(
     samples = stored_completions.load(path, request.columns, "input")
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), executor, run, "columns")
     check_ids(scorer, samples, path)
-    scorer.check_images([sample.columns for sample in samples], "input")
+    scorer.check_cells([sample.columns for sample in samples], "input")
     scorer.try_out(replace(samples[0], text=MADE_UP))  # finds mistakes in the arguments
     console = Console(highlight=False)
     for description in scorer.descriptions:

@@ -360,6 +360,7 @@ class PromptStream:
             is_sound: checks whether a prompt's images can be read; None: no check.
         """
         self.prompts = prompts
+        self.has_images = any(prompt.images for prompt in prompts)
         self.is_sound = is_sound
         self.seed = seed
         self.shuffle = shuffle

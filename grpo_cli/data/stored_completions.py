@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from grpo_cli.data import conversations
 from grpo_cli.data import images as images_of_rows
 from grpo_cli.data.files import find_files, load_files, undecoded
+from grpo_cli.data.prompts import other_columns
 from grpo_cli.data.rows import Rows, rename_columns
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.images import ImageError, StoredImage, unreadable
 from grpo_cli.images import require as require_pillow
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Sample:
     environment_failed: bool = False  # if set, no reward applies
     images: tuple[StoredImage, ...] = ()  # the prompt's images, in order
 
+    @property
+    def unreadable(self) -> str | None:
+        """Why an image cannot be read; None if all can."""
+        return unreadable(self.images)
+
     @classmethod
     def of(cls, rollout: Rollout) -> Sample:
         """Returns the sample of a rollout."""
@@ -62,6 +68,17 @@ class Sample:
             completion.environment_failed,
             prompt.images,
         )
+
+    @classmethod
+    def of_row(
+        cls, rows: Rows, number: int, prompt: Any, text: str, ids: Sequence[int] | None,
+        max_pixels: int | None,
+    ) -> Sample:  # fmt: skip
+        """Returns the sample of a completion that was not sampled; see `images.of_row`."""
+        row = rows.rows[number]
+        found = images_of_rows.of_row(rows, number, row, prompt, max_pixels)
+        columns = other_columns(row) | other_columns(found.columns)
+        return cls(rows.line(number), found.prompt, text, ids, columns, images=found.images)
 
 
 def episode_of(completion: Completion) -> dict[str, Any] | None:
@@ -243,7 +260,7 @@ def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
     return cell
 
 
-def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
+def check(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
     """Checks that all images in columns can be read, before rewards need them.
 
     Args:

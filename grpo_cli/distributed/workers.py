@@ -226,6 +226,13 @@ class Workers:
         """Returns the first value that is not None in rank order, or None; collective."""
         return next((v for v in self.gather(value) if v is not None), None)
 
+    def can_continue(self, strategy: str) -> bool:
+        """Returns whether checks and micro-batches of a run with this strategy hold in this one.
+
+        In lockstep they are the same on all processes; under ddp each process has its own.
+        """
+        return strategy == "fsdp2" or not self.runs_in_lockstep
+
     def lockstep_max(self, value: float) -> float:
         """Returns the maximum over processes in lockstep; without lockstep, the own value."""
         return self.max(value) if self.runs_in_lockstep else value

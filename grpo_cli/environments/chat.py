@@ -218,7 +218,6 @@ class Chat:
         kwargs = conversations.template_kwargs(self.template.kwargs, prompt.columns, mark)
         where = f"row {prompt.row}"
         rendered = conversations.render(self.tokenizer, accepted, kwargs, where, self.tools)
-        if prompt.vision:
-            rendered = prompt.vision.expanded(rendered, prompt.images)
-        ids, text = self.control.encode(rendered), filled(messages, shown)
+        ids = self.control.encode(prompt.expanded(rendered))
+        text = filled(messages, shown)
         return dataclasses.replace(prompt, ids=ids, text=text, row_ids=prompt.ids)

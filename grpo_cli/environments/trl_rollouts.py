@@ -31,7 +31,6 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.factory import engine_class
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 from grpo_cli.scoring.guards import blame
@@ -105,17 +104,12 @@ class RolloutTrainer:
         if is_chat or isinstance(prompt, str):
             ids = self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
         vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
-        if vision is not None and _of_images(vision, ids):
+        if vision is not None and any(i in vision.token_ids for i in ids):
             raise TrainingError(
                 "trainer.generate of a rollout function takes prompts with images as the function "
                 "was given them, no copies and no token ids."
             )
         return Prompt.from_ids(list(ids))
-
-
-def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:
-    """Returns the image tokens among a prompt's ids."""
-    return [i for i in ids if i in vision.token_ids]
 
 
 @dataclass
@@ -236,7 +230,8 @@ class TrlRollouts(Rollouter):
                 f"dataset.max_prompt_tokens = {self.max_prompt_tokens}"
             )
         if prompt.vision is not None:
-            expected, found = (_of_images(prompt.vision, ids) for ids in (prompt.ids, prompt_ids))
+            own = prompt.vision.token_ids
+            expected, found = ([i for i in ids if i in own] for ids in (prompt.ids, prompt_ids))
             if found != expected:
                 raise self._error(
                     f"row {n}: prompt_ids has {len(found)} tokens of images, and the prompt's "

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Mode
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.files import read_json
-from grpo_cli.reporting.reporter import completion_row, nested, with_interval, write_parquet
+from grpo_cli.reporting.reporter import nested, rows_by_group, with_interval, write_parquet
 from grpo_cli.reporting.status import write_text
 
 WRITTEN = ("eval.json", "completions.parquet", "table.md")
@@ -60,9 +59,7 @@ def write(
     for name in WRITTEN:  # files of the same evaluation, or of one to be overwritten
         (folder / name).unlink(missing_ok=True)
     report = {"checkpoint": subject, "benchmarks": entries(results), **settings}
-    stored = any(group.prompt.images for result in results for group in result.groups)
-    rows = [row for result in results for row in completion_rows(result, stored)]
-    write_parquet(folder / "completions.parquet", rows)
+    write_parquet(folder / "completions.parquet", [*completion_rows(results)])
     if results[0].task.mode is not None:
         write_text(folder / "table.md", markdown(subject, results))
     # Written last: if it exists, the evaluation is complete.
@@ -83,17 +80,12 @@ def entries(results: Sequence[TaskResult]) -> dict[str, Any]:
     return out
 
 
-def completion_rows(result: TaskResult, images: bool) -> Iterator[dict[str, Any]]:
-    """Yields every completion of a task as a row of a table: a run's row with other numbers.
-
-    Args:
-        images: whether the rows hold the images of their prompts.
-    """
-    task = result.task
-    for group in result.groups:
-        pictures = images_cell(group.prompt) if images else None
-        for sample, r in enumerate(group.rollouts):
-            row = completion_row(0, group, sample, pictures)
+def completion_rows(results: Sequence[TaskResult]) -> Iterator[dict[str, Any]]:
+    """Yields every completion as a row of a table: a run's row with other numbers."""
+    of_tasks = [(result.task, group) for result in results for group in result.groups]
+    rows_of = rows_by_group([group for _, group in of_tasks])
+    for (task, group), rows in zip(of_tasks, rows_of, strict=True):
+        for r, row in zip(group.rollouts, rows, strict=True):
             del row["step"]
             yield (
                 {"benchmark": task.name, "mode": task.mode}

@@ -90,7 +90,7 @@ class Session:
 
     def submit(self, request: Request) -> None:
         """Adds a request. Every process of a run submits its share, also one without prompts."""
-        self.generator.refuse_images(request.prompts)
+        self.generator.check_prompts(request.prompts)
         self.unfinished += len(request.prompts)
         if request.prompts:
             self._submitted.append(request)
@@ -217,14 +217,12 @@ class Generator:
     def close(self) -> None:
         """Ends processes and frees memory."""
 
-    def refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        """Raises a TrainingError if a prompt has images and this engine takes only token ids."""
-        if self.accepts_images:
-            return
-        for prompt in prompts:
-            if prompt.images:
-                raise TrainingError(
-                    f"the prompt of row {prompt.row} has images; {type(self).__name__} takes "
-                    "token ids only. Choose another engine (generation=...).",
-                    alone=True,
-                )
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raises a TrainingError if this engine cannot take a prompt, for its images."""
+        first = next((p for p in prompts if p.images and not self.accepts_images), None)
+        if first is not None:
+            raise TrainingError(
+                f"the prompt of row {first.row} has images; {type(self).__name__} takes token ids "
+                "only. Choose another engine (generation=...).",
+                alone=True,
+            )

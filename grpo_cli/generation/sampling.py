@@ -37,7 +37,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
     min_tokens: int = 0  # generators forbid eos before this length
     stop: tuple[str, ...] = ()  # strings that end a completion (stop_strings.py)
-    never: tuple[int, ...] = ()  # ids of image placeholder tokens
+    never: tuple[int, ...] = ()  # ids of placeholder tokens
 
     @property
     def is_unfiltered(self) -> bool:

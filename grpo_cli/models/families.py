@@ -100,7 +100,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     )
 
 
-def image_tokens(config: PretrainedConfig) -> tuple[int, ...]:
+def placeholder_tokens(config: PretrainedConfig) -> tuple[int, ...]:
     """Returns the placeholder tokens for features of images and videos; () for a text model.
 
     They must not be sampled, since there is no image for them in a completion.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -53,6 +53,14 @@ class MicroBatchBudget:
         self.counts_images = tokens is not None  # True: a given number is not measured again
         self.say = say
         self.runs_in_lockstep = runs_in_lockstep
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {"micro_batch_tokens": self.tokens, "counts_images": self.counts_images}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state`."""
+        self.tokens, self.counts_images = state["micro_batch_tokens"], state["counts_images"]
 
     def take_measured(self, tokens: int, *, with_images: bool) -> None:
         """Sets the measured number of tokens, or lowers it if images need more memory."""

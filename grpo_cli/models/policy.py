@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient
+from grpo_cli.models.vision import has_images
+from grpo_cli.records import Prompt
 
 COMPILE_BACKEND = "inductor"  # torch.compile's backend; the others generate no code
 
@@ -49,11 +51,7 @@ class Policy:
         router_coef: float = 0.0,
         reads_images: bool = False,
     ) -> None:
-        """Combines the parts of a policy whose model is on its device.
-
-        Args:
-            reads_images: whether the data has images.
-        """
+        """Combines the parts of a policy; reads_images: whether the data has images."""
         self.model, self.tokenizer, vision, self.processor = loaded
         self.logprobs, self.reference = logprobs, reference
         self.optimizer, self.scaler = optimizer, workers.grad_scaler()
@@ -73,10 +71,12 @@ class Policy:
         workers: Workers,
         interrupts: Interrupts,
         say: Callable[[str], None],
-        *,
-        reads_images: bool = False,
+        prompts: Sequence[Prompt] = (),
     ) -> Policy:
         """Places a loaded model, and makes its reference and its optimizer. Collective.
+
+        Args:
+            prompts: all prompts of the run that are known.
 
         Raises:
             UserError: the load of the model's experts cannot be balanced with model.compile.
@@ -105,7 +105,8 @@ class Policy:
         optimizer = optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload)
         return cls(
             loaded, logprobs, optimizer, workers, interrupts, budget,
-            reference=reference, router_coef=router_coef, reads_images=reads_images,
+            reference=reference, router_coef=router_coef,
+            reads_images=recipe.dataset.streaming or has_images(prompts),
         )  # fmt: skip
 
     def backward(self, loss: Tensor) -> None:

@@ -348,6 +348,18 @@ def copy_files(path: str, names: Iterable[str], folder: str | Path) -> None:
             shutil.copyfile(file, Path(folder, name))
 
 
+def as_entry(prompt: Prompt) -> dict[str, Any]:
+    """Returns a prompt's row and images as values and tensors, which load without pickle."""
+    stored = (bytearray(image.encoded()["bytes"]) for image in prompt.images)
+    return {"row": prompt.row, "images": [torch.frombuffer(b, dtype=torch.uint8) for b in stored]}
+
+
+def of_entry(entry: Mapping[str, Any], ids: list[int], vision: VisionProcessor | None) -> Prompt:
+    """Returns the prompt of an entry that `as_entry` made."""
+    images = tuple(StoredImage(t.numpy().tobytes(), f"row {entry['row']}") for t in entry["images"])
+    return Prompt(entry["row"], ids, "", {}, images, vision if images else None)
+
+
 def has_images(prompts: Iterable[Prompt]) -> bool:
     """Returns whether any prompt has images."""
     return any(prompt.images for prompt in prompts)

@@ -5,7 +5,7 @@
 A sharded model keeps its share of each tensor; embedding, head and three layers are gathered while
 it computes. In the embedded engine all completions count as long as the longest. Their cache is a
 quarter larger while it grows. An adapter's reference is a copy of the initial adapter. Left out:
-work space of matrix products, images, and the memory of Python and libraries.
+work space of matrix products, vision towers, and the memory of Python and libraries.
 """
 
 from __future__ import annotations

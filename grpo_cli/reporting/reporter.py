@@ -29,6 +29,7 @@ from grpo_cli.checkpoints.paths import shown as shown_path
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import conversations
+from grpo_cli.data.prompts import PromptStream
 from grpo_cli.data.stored_completions import (
     IMAGES,
     columns_cell,
@@ -64,7 +65,6 @@ class Reporter:
         self.metrics = LinesFile(folder / METRICS)
         self.raised = LinesFile(folder / ALARMS)
         self.skips_completions = False  # whether the last completions could not be written
-        self.has_images = False  # whether prompts of the run have images
         self.meter: MemoryMeter | None = None  # measures each stage of a step on a GPU
 
     def say(self, text: str) -> None:
@@ -229,20 +229,26 @@ def needed(path: Path) -> Iterator[None]:
 
 
 def rows_of_all(
-    workers: Workers, step: int, groups: Sequence[Group], images: bool = False
+    workers: Workers, step: int, groups: Sequence[Group], stream: PromptStream
 ) -> list[dict[str, Any]]:
-    """Gathers all processes' completions as rows on the main process, in the order of prompts.
+    """Gathers all processes' completions as rows on the main process, in the order of prompts."""
+    of_groups = zip(groups, rows_by_group(groups, step, images=stream.has_images), strict=True)
+    parts = workers.gather_on_main([(g.prompt_index, row) for g, rows in of_groups for row in rows])
+    return [row for _, row in sorted(chain.from_iterable(parts), key=itemgetter(0))]
+
+
+def rows_by_group(
+    groups: Sequence[Group], step: int = 0, *, images: bool | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """Yields the completions of each group as rows of a table.
 
     Args:
-        images: whether the rows hold the images of their prompts.
+        images: whether the rows hold the images of their prompts; None: if any prompt has some.
     """
-    local = []
+    images = any(g.prompt.images for g in groups) if images is None else images
     for g in groups:
         cell = images_cell(g.prompt) if images else None  # one object, so that it is sent once
-        rows = (completion_row(step, g, i, cell) for i in range(len(g.rollouts)))
-        local += [(g.prompt_index, row) for row in rows]
-    parts = workers.gather_on_main(local)
-    return [row for _, row in sorted(chain.from_iterable(parts), key=itemgetter(0))]
+        yield [completion_row(step, g, i, cell) for i in range(len(g.rollouts))]
 
 
 def completion_row(

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.data.stored_completions import Sample
-from grpo_cli.images import opened
 from grpo_cli.scoring.bound_reward import BoundReward
 from grpo_cli.scoring.guards import blame, contained, no_exit
 from grpo_cli.scoring.pool import Call, CallResult, Pool
-from grpo_cli.scoring.pool_worker import recorders
+from grpo_cli.scoring.pool_worker import recorders, with_opened
 from grpo_cli.scoring.processes import overrun
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.settings import Scoring
@@ -155,8 +154,7 @@ class Loop:
         async with slot:
             start = time.perf_counter()
             try:
-                decoded = {name: opened(value) for name, value in arguments.items()}
-                coroutine: Coroutine[Any, Any, Any] = reward.function(**decoded)  # type: ignore[assignment]
+                coroutine: Coroutine[Any, Any, Any] = with_opened(reward.function, arguments)
                 task = asyncio.ensure_future(contained(coroutine))
                 ended, _ = await asyncio.wait({task}, timeout=reward.timeout)
                 if not ended:

@@ -59,15 +59,18 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
     metrics, extras = recorders(arguments)
     start = time.perf_counter()
     try:
-        # Images are sent encoded, and decoded only for functions that take them.
-        decoded = {name: opened(value) for name, value in arguments.items()}
         with no_second_run():
-            values, error = function(**decoded), None
+            values, error = with_opened(function, arguments), None
     except (KeyboardInterrupt, SignalReceived):
         raise
     except BaseException as raised:  # user functions may raise anything
         values, error = None, blame(raised)
     return CallResult(values, metrics, extras, time.perf_counter() - start, error)
+
+
+def with_opened(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Calls a function with its images opened; they are sent encoded, for it alone to decode."""
+    return function(**opened(arguments))
 
 
 def recorders(

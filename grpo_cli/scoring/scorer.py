@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.data import images, stored_completions
+from grpo_cli.data import stored_completions
 from grpo_cli.data.prompts import other_columns
 from grpo_cli.data.rows import Rows, check_columns
 from grpo_cli.data.stored_completions import Sample
@@ -129,19 +129,12 @@ class Scorer:
                     found.setdefault(number, f"reward.{name}: {why}")
         return found
 
-    def check_images(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
-        """Checks that all images in the completions' columns that a function takes can be read.
-
-        Args:
-            key: name of the completions' file in error messages; "" for none.
-
-        Raises:
-            UserError: an image cannot be read or is not stored.
-        """
+    def check_cells(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
+        """Checks the columns that a function takes; raises as `stored_completions.check` does."""
         signatures = [reward.signature for reward in self.rewards.values()]
-        taken = [name for name in images.COLUMNS if any(s.takes(name) for s in signatures)]
-        read = ({name: of_one.get(name) for name in taken} for of_one in columns)
-        stored_completions.check_images(read, key)
+        names = dict.fromkeys(name for of_one in columns for name in of_one)
+        taken = [name for name in names if any(s.takes(name) for s in signatures)]
+        stored_completions.check(({n: one.get(n) for n in taken} for one in columns), key)
 
     def _described(self) -> Iterator[str]:
         for name, reward in self.rewards.items():

@@ -27,7 +27,6 @@ from grpo_cli.models import loading, quantization
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.policy import Policy
 from grpo_cli.models.routers import has_balancing_loss
-from grpo_cli.models.vision import has_images
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -120,10 +119,6 @@ def assemble(
     reporter.progress.total = recipe.steps
     to_solve = make_tasks(prepared, loaded, reporter.say)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
-    reads_images = recipe.dataset.streaming or has_images([*prompts, *held_out])
-    reporter.has_images = loaded.vision is not None and (
-        recipe.dataset.streaming or has_images(prompts)
-    )
     prompts += longest_unknown(recipe, prompts)
     check_fits(recipe, model, prompts, held_out)
     checkpointer = Checkpointer(workers, reporter.say, contents.as_json(read))
@@ -134,9 +129,7 @@ def assemble(
         checkpointer.seconds_left,
         2.0 + size / workers.size / BYTES_PER_SECOND,
     )
-    policy = Policy.make(
-        loaded, recipe, workers, interrupts, reporter.say, reads_images=reads_images
-    )
+    policy = Policy.make(loaded, recipe, workers, interrupts, reporter.say, [*prompts, *held_out])
     rollouter = make_rollouter(prepared, loaded, reporter.say)
     longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
     generator = factory.make_generator(

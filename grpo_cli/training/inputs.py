@@ -34,7 +34,7 @@ from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.settings import NAME_COLUMN
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation import tasks
-from grpo_cli.images import ImageError
+from grpo_cli.images import ImageError, unreadable
 from grpo_cli.models import loading, tiny
 from grpo_cli.models.loading import LoadedModel, load_model
 from grpo_cli.records import Prompt
@@ -106,7 +106,7 @@ def make_stream(
             return make(may_be_empty=may_be_empty)[0]
 
         streamed = StreamedPrompts(stream, of_block, seed, dataset.shuffle)
-        streamed.is_sound = is_sound
+        streamed.is_sound, streamed.has_images = is_sound, loaded.vision is not None
         return streamed
 
     def prompts(name: str) -> list[Prompt]:
@@ -197,14 +197,12 @@ def make_tasks(
         prompts, _ = prompts_of(held.rows, held.dataset, prepared, loaded, say, held_out=True)
         readable = []
         for prompt in prompts:
-            try:
-                for image in prompt.images:
-                    image.open()
+            if (why := unreadable(prompt.images)) is None:
                 readable.append(prompt)
-            except ImageError as error:
-                if held.dataset.bad_rows == "stop":
-                    raise UserError(f"{error} (dataset.bad_rows=drop drops the row).") from error
-                say(f"note: {error}; the row is dropped")
+            elif held.dataset.bad_rows == "stop":
+                raise UserError(f"{why} (dataset.bad_rows=drop drops the row).")
+            else:
+                say(f"note: {why}; the row is dropped")
         label = name or sources.short_name(recipe.dataset.eval or recipe.dataset.train or "")
         found.append(
             tasks.held_out(

@@ -14,11 +14,10 @@ the prompts: replaying a step needs neither data, rewards, environments, engine 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 
 from grpo_cli.checkpoints import checkpointer, manifest, paths, provenance
@@ -28,15 +27,14 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.files import read_yaml
 from grpo_cli.generation.base import Generator
-from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.models.loading import load_model
 from grpo_cli.models.policy import Policy
-from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.models.vision import VisionProcessor, as_entry, of_entry
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Group, Prompt
+from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.scorer import Scorer
@@ -52,7 +50,7 @@ ENTRY = "replay"  # entry of the state that only kept steps have
 class KeptSteps:
     """Starts to write each step that `log.keep_steps` names, before its first update.
 
-    A full disk or a missing image only prints a note (see `Checkpointer.save`).
+    A full disk or a missing file only prints a note (see `Checkpointer.save`).
     """
 
     def __init__(self, run: Run) -> None:
@@ -65,8 +63,8 @@ class KeptSteps:
             return
         own_prompts: dict[int, dict[str, Any]] | str
         try:
-            own_prompts = prompts_of(event.groups)
-        except ImageError as error:
+            own_prompts = {g.prompt_index: as_entry(g.prompt) for g in event.groups}
+        except TrainingError as error:  # an unreadable file of a prompt
             own_prompts = str(error)
         prompts = run.workers.gather(own_prompts)
         if failed := next((found for found in prompts if isinstance(found, str)), None):
@@ -95,38 +93,17 @@ class KeptSteps:
         )
 
 
-def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
-    """Returns the row and the images of each prompt, which stored groups lack, by prompt index."""
-    return {
-        g.prompt_index: {
-            "row": g.prompt.row,
-            "images": [  # tensors of bytes load without pickle
-                torch.frombuffer(bytearray(image.encoded()["bytes"]), dtype=torch.uint8)
-                for image in g.prompt.images
-            ],
-        }
-        for g in groups
-    }
-
-
 class KeptPrompts(PromptStream):
     """The prompts of a kept step, by their index in the run."""
 
     def __init__(self, saved: Mapping[str, Any], vision: VisionProcessor | None) -> None:
-        """Reads the prompts from a state of `checkpointer.load_state`.
-
-        Args:
-            vision: the model's image processor.
-        """
+        """Reads the prompts from a state of `checkpointer.load_state`."""
         rows = {n: row for part in saved[ENTRY]["prompts"] for n, row in part.items()}
-        self.found = {}
-        for entry in (entry for part in saved["work"]["own"] for entry in part):
-            row = rows[entry["position"]]
-            images = tuple(
-                StoredImage(image.numpy().tobytes(), f"row {row['row']}") for image in row["images"]
-            )
-            ids, processor = list(entry["prompt_ids"]), vision if images else None
-            self.found[entry["position"]] = Prompt(row["row"], ids, "", {}, images, processor)
+        self.found = {
+            entry["position"]: of_entry(rows[entry["position"]], list(entry["prompt_ids"]), vision)
+            for part in saved["work"]["own"]
+            for entry in part
+        }
         super().__init__([*self.found.values()], 0, False)
 
     def prompt_at(self, position: int) -> Prompt:

@@ -94,7 +94,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         kept: the first of the prefetched groups, which are stored too.
     """
     state, workers, queue = run.state, run.workers, run.queue
-    progress = run.recovery.progress
+    progress, budget = run.recovery.progress, run.policy.micro_batches.budget
     first = state.step + (progress is not None)  # the step of the first prefetched groups
     prefetched = [
         workers.gather(to_entries(batch.groups(), sampling_fingerprint(run.recipe, first + number)))
@@ -112,8 +112,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
             "signal_share": queue.signal_share,
             "reference_moved": run.policy.reference is not None and run.policy.reference.has_moved,
             # By process: a resumed run with other micro-batches would round differently.
-            "micro_batch_tokens": workers.gather(run.policy.micro_batches.budget.tokens),
-            "counts_images": workers.gather(run.policy.micro_batches.budget.counts_images),
+            **{name: workers.gather(value) for name, value in budget.state().items()},
             "cache_tokens": workers.gather(run.generator.cache_tokens),
             "modes": workers.gather(checks(run)),
         },
@@ -337,13 +336,10 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     if same_processes:
         random_streams.set_rng_state(saved["rng"][workers.rank])
         run.recovery.mark()  # for an evaluation that is interrupted again
-    # In lockstep all processes have the same checks and micro-batches; under ddp each has its own.
-    were_alone = before["distributed"]["strategy"] != "fsdp2"
-    if same_processes and not (workers.runs_in_lockstep and were_alone):
+    if same_processes and workers.can_continue(before["distributed"]["strategy"]):
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
             budget = run.policy.micro_batches.budget
-            budget.tokens = stored["micro_batch_tokens"][workers.rank]
-            budget.counts_images = stored["counts_images"][workers.rank]
+            budget.restore({name: stored[name][workers.rank] for name in budget.state()})
         run.generator.cache_tokens = stored["cache_tokens"][workers.rank]
         if before["model"]["compile"] == run.recipe.model.compile:
             restore_checks(run, stored["modes"][workers.rank])

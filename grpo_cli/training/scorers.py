@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.data import images
-from grpo_cli.data.prompts import other_columns, prompt_texts
+from grpo_cli.data.prompts import prompt_texts
 from grpo_cli.data.rows import DATASET, Rows, load_named, select_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.data.stored_completions import Sample
@@ -19,7 +18,6 @@ from grpo_cli.data.streaming import RowStream
 from grpo_cli.errors import UserError, first_three
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
-from grpo_cli.images import ImageError
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.scoring.settings import Reward
@@ -132,10 +130,9 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
 
         def sample(rows: Rows = rows, chat: bool = benchmark.chat) -> Sample:
-            row, most = rows.rows[0], recipe.dataset.max_pixels
-            columns = other_columns(row) | images.of_columns(rows, 0, row, most)
-            prompt = [{"role": "user", "content": ""}] if chat else ""
-            return Sample(0, prompt, MADE_UP, (0,), columns)
+            asked, most = [{"role": "user", "content": ""}], recipe.dataset.max_pixels
+            found = Sample.of_row(rows, 0, asked, MADE_UP, (0,), most)
+            return dataclasses.replace(found, row=0, prompt=asked if chat else "")
 
         try_out(scorer, sample)
         benches[name] = LoadedBenchmark(scorable(scorer, rows, recipe.dataset), scorer)
@@ -230,20 +227,15 @@ def first_sample(
         None if no row is left.
 
     Raises:
-        UserError: an image of the first row cannot be read, and dataset.bad_rows=stop.
+        UserError: the first row cannot be read, and dataset.bad_rows=stop.
     """
     episode = MADE_UP_EPISODE if recipe.has_episodes else None
     texts = prompt_texts(rows, dataset)
-    for number, (row, prompt) in enumerate(zip(rows.rows, texts, strict=True)):
-        line = rows.line(number)
-        of_row = images.of_row(rows, number, row, prompt, dataset.max_pixels)
-        columns = {**other_columns(row), **more, **other_columns(of_row.columns)}
-        try:
-            for image in of_row.images:
-                image.open()
-        except ImageError as error:
-            if dataset.bad_rows == "stop":
-                raise UserError(f"{error}. dataset.bad_rows=drop leaves such rows out.") from error
-            continue
-        return Sample(line, of_row.prompt, MADE_UP, (0,), columns, episode=episode)
+    for number, prompt in enumerate(texts):
+        sample = Sample.of_row(rows, number, prompt, MADE_UP, (0,), dataset.max_pixels)
+        if (why := sample.unreadable) is None:
+            columns = {**sample.columns, **more}
+            return dataclasses.replace(sample, columns=columns, episode=episode)
+        if dataset.bad_rows == "stop":
+            raise UserError(f"{why}. dataset.bad_rows=drop leaves such rows out.")
     return None

@@ -166,7 +166,7 @@ class Step:
         run.check_folder()
         rows: list[dict[str, Any]] = []
         if run.reporter.keeps_completions(number):  # stored before an evaluation interrupts
-            rows = rows_of_all(run.workers, number, groups, run.reporter.has_images)
+            rows = rows_of_all(run.workers, number, groups, run.queue.stream)
             run.reporter.completions(number, rows)
         run.callbacks.step(run, self.metrics, groups)
         run.reporter.step(number, self.metrics)

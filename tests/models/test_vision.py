@@ -26,7 +26,7 @@ from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.images import StoredImage
 from grpo_cli.models import loading, micro_batches, vision
-from grpo_cli.models.families import image_tokens
+from grpo_cli.models.families import placeholder_tokens
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import SIMPLEST, PolicyLogprobs
 from grpo_cli.models.settings import Model
@@ -128,7 +128,7 @@ def own_logprobs(loaded: Loaded, r: Rollout) -> Tensor:
 def test_logprobs_and_gradients_match_the_model(loaded: Loaded) -> None:
     rollouts, decoder = sampled(loaded, loaded.mixed())
     assert decoder is (CachedDecoder if loaded.family in CACHED else Engine)
-    never = image_tokens(loaded.model.config)
+    never = placeholder_tokens(loaded.model.config)
     assert never
     for r in rollouts:  # tokens of images are never sampled
         assert not any(t in never for t in r.completion.ids)
@@ -278,7 +278,7 @@ def test_a_rollout_function_samples_with_the_images(tmp_path: Path) -> None:
         return {key: [output[key] for output in outputs] for key in keys}
 
     for r in run(rollout):
-        expected = own_logprobs_without(loaded, r, image_tokens(loaded.model.config))
+        expected = own_logprobs_without(loaded, r, placeholder_tokens(loaded.model.config))
         assert torch.allclose(torch.tensor(r.completion.sampling_logprobs), expected, atol=1e-4)
     made = {"completion_ids": [[70]] * 8, "logprobs": [[-1.0]] * 8, "prompt_ids": [[70, 71]] * 8}
     with pytest.raises(TrainingError, match=r"row 0: prompt_ids has 0 tokens of images.* take 4"):

@@ -41,7 +41,7 @@ class DecodingState:
         """
         self.request = request
         self.numbers = [*(range(len(request.prompts)) if numbers is None else numbers)]
-        self.sources = [request.prompts[n] for n in self.numbers]  # with their images
+        self.sources = [request.prompts[n] for n in self.numbers]
         self.prompts = [prompt.ids for prompt in self.sources]
         self.num_generations = num_generations = request.num_generations
         self.sampling = sampling = replace(request.sampling, never=never)

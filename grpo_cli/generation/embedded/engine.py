@@ -42,7 +42,7 @@ from grpo_cli.generation.embedded.prefill import Continuation, Prefill
 from grpo_cli.generation.embedded.static_decoding import StaticDecoding
 from grpo_cli.models import vision
 from grpo_cli.models.attention import NOT_PASSED_ON, UnsupportedModelError, no_mask
-from grpo_cli.models.families import image_tokens, without_router_logits
+from grpo_cli.models.families import placeholder_tokens, without_router_logits
 from grpo_cli.records import Prompt
 
 PREFILL = 8192  # prompt tokens computed at once
@@ -192,7 +192,7 @@ class Engine:
                 state.sources[n],
                 self.caches.take(state.conversation(n), state.prompts[n]),
             )
-            of_images = image_tokens(self.model.config) if prompt.images else ()
+            of_images = placeholder_tokens(self.model.config) if prompt.images else ()
             if cache is not None and {*of_images}.isdisjoint(prompt.ids[len(cache.ids) :]):
                 kept[n] = cache
         return kept

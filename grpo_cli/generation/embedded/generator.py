@@ -27,8 +27,8 @@ from grpo_cli.models.families import (
     BIDIRECTIONAL,
     RECURRENT,
     has_bidirectional_images,
-    image_tokens,
     is_recurrent,
+    placeholder_tokens,
 )
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs
@@ -103,7 +103,7 @@ class TransformersGenerator(Generator):
 
     def state(self, request: Request, numbers: Sequence[int] | None = None) -> DecodingState:
         """Returns the state that starts a request, or only its prompts `numbers`."""
-        never = image_tokens(self.policy.config)
+        never = placeholder_tokens(self.policy.config)
         return DecodingState(request, self.eos_ids, self.tokenizer, numbers=numbers, never=never)
 
     def decode(

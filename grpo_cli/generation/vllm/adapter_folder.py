@@ -13,13 +13,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm import lora
 from grpo_cli.models import adapters
-from grpo_cli.models.vision import parameters_of_images
 
 
 class AdapterFolder:
@@ -65,21 +63,3 @@ def rank_on(model: nn.Module, recipe: Recipe) -> int | None:
                 "adapter.target_modules."
             )
     return lora.largest_rank(config)
-
-
-def check_tower(model: PreTrainedModel) -> None:
-    """Checks that an adapter is on the language model only.
-
-    vLLM ignores adapters on a vision tower, so it would sample with other weights than the trainer.
-
-    Raises:
-        UserError: the model has an adapter on a layer that reads images.
-    """
-    of_images = {id(p) for p in parameters_of_images(model)}
-    for name, base in adapters.base_layers(model):
-        if any(id(p) in of_images for p in base.parameters()):
-            raise UserError(
-                "adapter.sync = adapter: vLLM applies adapters to the language model only, and "
-                f"{name} reads images; {lora.OTHER_WAY}, or name the language model's layers in "
-                "adapter.target_modules."
-            )

@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Generator, Request
-from grpo_cli.generation.vllm.adapter_folder import check_tower, rank_on
+from grpo_cli.generation.vllm.adapter_folder import rank_on
 from grpo_cli.generation.vllm.checks import structured_outputs
+from grpo_cli.generation.vllm.prompts import PromptCheck
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.weight_check import WeightCheck, make_weight_check
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
-from grpo_cli.models.families import image_tokens
+from grpo_cli.models.families import placeholder_tokens
 from grpo_cli.records import Prompt
 
 FOLDER = "vllm_weights"  # folder name in a run's output_dir
@@ -39,45 +39,20 @@ class VllmGenerator(Generator, ABC):
         self.eos_ids, self.weight_check = list(setup.eos_ids), weight_check
         self.structured = structured_outputs(self.config)
         self.longest_prompt = max(len(p.ids) for p in setup.prompts)
-        self.most_images = max(len(p.images) for p in setup.prompts)
         self.longest = self.longest_prompt + setup.recipe.longest_completion
         self.step = 0  # step of the engines' weights
         # Largest rank if the engines apply the adapter; None: merged weights are sent.
         self.lora_rank = rank_on(setup.model, setup.recipe)
-        if self.most_images:
-            self.check_images()
+        self.prompt_check = PromptCheck(setup, self.lora_rank)
         # Engines read the adapter here, or the weights with transfer=disk.
         self.folder = Path(setup.recipe.output_dir).expanduser().resolve() / FOLDER
 
-    def check_images(self) -> None:
-        """Checks that no setting contradicts prompts with images.
-
-        Raises:
-            UserError: a setting does.
-        """
-        if self.lora_rank is not None:
-            check_tower(self.policy)
-
-    def refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        """Checks the settings at the first images, which a stream may have only in a later row.
-
-        Raises:
-            TrainingError: a setting contradicts prompts with images.
-        """
-        first = next((p for p in prompts if p.images), None)
-        if first is None or self.most_images:
-            return
-        try:
-            self.check_images()
-        except UserError as error:
-            raise TrainingError(
-                f"the prompt of row {first.row} is the first with images: {error}", alone=True
-            ) from error
-        self.most_images = len(first.images)
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        self.prompt_check(prompts, self.policy)
 
     def params(self, request: Request, seed: int) -> dict[str, Any]:
         """Returns the fields of vLLM's SamplingParams for a prompt with this seed."""
-        sampling = replace(request.sampling, never=image_tokens(self.policy.config))
+        sampling = replace(request.sampling, never=placeholder_tokens(self.policy.config))
         n = request.num_generations
         return sampling_params(sampling, n, self.eos_ids, seed, self.structured)
 

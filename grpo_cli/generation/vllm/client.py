@@ -18,11 +18,11 @@ from typing import Any
 import httpx2
 
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.vllm import images, server_key
+from grpo_cli.generation.vllm import server_key
 from grpo_cli.generation.vllm.checks import START_SECONDS
+from grpo_cli.generation.vllm.prompts import ComparedPrompt, check_ids, encoded, over_http
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
-from grpo_cli.generation.vllm.weight_check import ComparedPrompt
 from grpo_cli.records import Completion, Prompt
 
 QUICK = 20.0  # timeout in seconds of a call that computes nothing
@@ -199,11 +199,9 @@ class Server:
         Raises:
             ServerLost: the server failed, or has another run's weights. TrainingError: it refuses.
         """
-        path, encode = "/inference/v1/generate", images.over_http
-        # In a thread, so that other requests continue while images are encoded.
-        given = await asyncio.to_thread(encode, prompt) if prompt.images else encode(prompt)
+        path = "/inference/v1/generate"
         body: dict[str, Any] = {
-            **given,
+            **await encoded(prompt),
             "sampling_params": {**params, "output_kind": 2},
             # So that prefix-cache entries of older weights are not used.
             "cache_salt": version,
@@ -217,7 +215,7 @@ class Server:
             lost.is_passing = isinstance(error, (httpx2.NetworkError, httpx2.ProtocolError))
             raise lost from error
         found = self._content(path, answer)
-        images.check_ids(prompt, found.get("prompt_token_ids"))
+        check_ids(prompt, found.get("prompt_token_ids"))
         choices = found["choices"]
         if len(choices) != params["n"]:
             raise self.lost(path, f"{params['n']} completions were due, {len(choices)} came")
@@ -246,9 +244,9 @@ class Server:
         how: dict[str, Any] = {"sampling_params": params, **self._model()}
 
         def score_one(row: ComparedPrompt) -> list[float]:
-            body = {**images.over_http(row.prompt), **how}
+            body = {**over_http(row.prompt), **how}
             found = self.call("/inference/v1/generate", body, UPDATE_SECONDS)
-            images.check_ids(row.prompt, found.get("prompt_token_ids"))
+            check_ids(row.prompt, found.get("prompt_token_ids"))
             plain = [
                 {int(t): entry["logprob"] for t, entry in of_token.items()} if of_token else None
                 for of_token in found["prompt_logprobs"] or []

@@ -21,14 +21,21 @@ import torch.distributed as dist
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError, UserError, first_line, listed
+from grpo_cli.errors import TrainingError, UserError, first_line
 from grpo_cli.generation.base import EngineSetup, Finished, Request, Session
-from grpo_cli.generation.vllm import images, lora
+from grpo_cli.generation.vllm import lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.checks import contradictions_of_colocate, dtype_of, of_head
+from grpo_cli.generation.vllm.prompts import (
+    ComparedPrompt,
+    check_ids,
+    in_process,
+    limits,
+    refused_rows,
+)
 from grpo_cli.generation.vllm.requests import check_lengths, completion, prompt_logprobs, repeated
-from grpo_cli.generation.vllm.weight_check import ComparedPrompt, WeightCheck
+from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Completion, Prompt
@@ -47,23 +54,17 @@ def environment(workers: Workers) -> dict[str, str]:
 
 
 def engine_args(
-    recipe: Recipe,
-    model: str,
-    workers: Workers,
-    max_model_len: int,
-    lora_rank: int | None = None,
-    most_images: int = 0,
+    setup: EngineSetup, max_model_len: int, lora_rank: int | None = None
 ) -> dict[str, Any]:
     """Returns the arguments of vLLM's `LLM`; the recipe's `engine_args` override them.
 
     Args:
-        model: folder or hub name that the weights were loaded from.
         lora_rank: largest rank of the adapter that the engine applies; None: no adapter.
-        most_images: largest number of images in a prompt.
     """
+    recipe, workers = setup.recipe, setup.workers
     vllm, on_cpu = recipe.generation.vllm, workers.device.type == "cpu"
     args: dict[str, Any] = {
-        "model": model,
+        "model": str(setup.model.name_or_path),  # folder or hub name of the weights
         "revision": recipe.model.revision,
         "trust_remote_code": recipe.model.trust_remote_code,
         "dtype": dtype_of(recipe),
@@ -87,8 +88,7 @@ def engine_args(
         args["enable_chunked_prefill"] = False
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs
-    if most_images and not recipe.dataset.streaming:  # later prompts may have more
-        args["limit_mm_per_prompt"] = {"image": most_images}
+    args |= limits(setup)
     if lora_rank is not None:
         args |= {"enable_lora": True, "max_lora_rank": lora.max_rank(lora_rank), "max_loras": 1}
     return args | vllm.engine_args | of_head(recipe.model.head_dtype, vllm.engine_args)
@@ -139,8 +139,7 @@ class ColocatedGenerator(VllmGenerator):
 
                 shares = workers.device.type == "cpu" and workers.size > 1
                 with own_shared_memory(name) if shares else contextlib.nullcontext():
-                    sizes = self.max_model_len, self.lora_rank, self.most_images
-                    self.llm = LLM(**engine_args(setup.recipe, model, workers, *sizes))
+                    self.llm = LLM(**engine_args(setup, self.max_model_len, self.lora_rank))
             except Exception as error:  # vLLM, torch and kernels raise many types
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"
@@ -197,7 +196,7 @@ class ColocatedGenerator(VllmGenerator):
         self.engine.set_weight_version(str(step))
         if not self.sleeping and not self.engine.reset_prefix_cache():
             raise TrainingError("vLLM kept its prefix cache after new weights.", alone=True)
-        # The scheduler would otherwise reuse cached image features of the old weights.
+        # The scheduler would otherwise reuse cached features of the old weights.
         self.engine.reset_encoder_cache()
 
     def _load_adapter(self) -> None:
@@ -246,7 +245,7 @@ class ColocatedGenerator(VllmGenerator):
             while self.engine.has_unfinished_requests():
                 outputs |= self.advance()
         for n, row in enumerate(rows):
-            images.check_ids(row.prompt, outputs[n].prompt_token_ids)
+            check_ids(row.prompt, outputs[n].prompt_token_ids)
         return [
             prompt_logprobs(
                 row.prompt.ids,
@@ -259,19 +258,18 @@ class ColocatedGenerator(VllmGenerator):
         """Adds (number, prompt, SamplingParams) of each request to the engine.
 
         Raises:
-            TrainingError: vLLM refuses one, as for too many images or a regex that it cannot read.
+            TrainingError: vLLM refuses one, as for a regex that it cannot read.
         """
         from vllm.exceptions import VLLMClientError  # not a ValueError
 
-        given = [images.in_process(prompt) for _, prompt, _ in requests]
+        given = [in_process(prompt) for _, prompt, _ in requests]
         try:
             rendered = self.llm.renderer.render_cmpl(given)
             for (number, _, params), prompt in zip(requests, rendered, strict=True):
                 self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
         except (ValueError, VLLMClientError) as error:
-            rows = dict.fromkeys(str(p.row) for _, p, _ in requests if p.images)
-            where = f" (rows {listed(rows)})" if rows else ""
-            said = f"vLLM refuses a request{where}: {first_line(error)}"
+            rows = refused_rows(prompt for _, prompt, _ in requests)
+            said = f"vLLM refuses a request{rows}: {first_line(error)}"
             raise TrainingError(said, alone=True) from error
 
     def advance(self) -> Iterator[tuple[int, Any]]:
@@ -317,7 +315,7 @@ class ColocatedSession(Session):
 
     def submit(self, request: Request) -> None:
         engine = self.generator
-        engine.refuse_images(request.prompts)
+        engine.check_prompts(request.prompts)
         everyones = [
             (replace(p, text="", columns={}), engine.params(request, seed))
             for p, seed in zip(request.prompts, request.seeds, strict=True)
@@ -346,7 +344,7 @@ class ColocatedSession(Session):
             self.unfinished -= 1
             request, number = self.asked.pop(vllm_number)
             if 0 <= number < len(request.prompts):
-                images.check_ids(request.prompts[number], output.prompt_token_ids)
+                check_ids(request.prompts[number], output.prompt_token_ids)
                 by_index = sorted(output.outputs, key=lambda c: c.index)
                 group = [self.generator.completion(c) for c in by_index]
                 group = repeated(group, request.num_generations)

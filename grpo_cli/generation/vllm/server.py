@@ -130,14 +130,6 @@ class ServerGenerator(VllmGenerator):
         self.live: set[str] = set()  # addresses of servers with the newest weights
         self.why_lost: dict[str, str] = {}  # error of each lost server, by address
 
-    def check_images(self) -> None:
-        super().check_images()
-        if self.config.in_flight:
-            raise UserError(
-                "generation.vllm.in_flight = true: a server's completions cannot go on over new "
-                "weights where prompts have images; set it to false."
-            )
-
     @contextlib.contextmanager
     def session(self) -> Iterator[Session]:
         with asyncio.Runner() as runner:
@@ -321,7 +313,7 @@ class ServerSession(Session):
 
     def submit(self, request: Request) -> None:
         engine = self.generator
-        engine.refuse_images(request.prompts)
+        engine.check_prompts(request.prompts)
         if request.prompts:
             shortest = min((s.max_model_len for s in engine.live_servers()), default=engine.longest)
             longest = max(len(p.ids) for p in request.prompts)

@@ -12,32 +12,23 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm.checks import dtype_of
-from grpo_cli.images import ImageError
+from grpo_cli.generation.vllm.prompts import ComparedPrompt, fixed_rows
 from grpo_cli.models import loading
-from grpo_cli.models.families import image_tokens
+from grpo_cli.models.families import placeholder_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.records import Completion, Rollout
 
-PROMPTS, TOKENS = 4, 24  # prompts, and tokens of each: few, since the check runs in every step
 FACTOR = 4.0  # the tolerance is this factor times the difference at the start
 FLOOR = {"float32": 5e-5}  # minimum tolerance, by the engine's dtype
 FLOOR_16_BIT = 5e-3
 LARGEST_AT_START = {"float32": 1e-3}  # a larger difference is more than rounding
 LARGEST_AT_START_16_BIT = 0.5
-
-
-@dataclass(frozen=True)
-class ComparedPrompt:
-    """A prompt whose last `num_tokens` tokens are compared."""
-
-    prompt: Prompt
-    num_tokens: int
 
 
 @dataclass
@@ -119,14 +110,11 @@ class WeightCheck:
 
 
 def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
-    """Returns the check on the ends of a run's first prompts; None if the recipe disables it.
-
-    Images stay in front of the scored tokens, so that the vision tower is checked too.
-    """
+    """Returns the check on the ends of a run's first prompts; None if the recipe disables it."""
     model, autocast = setup.model, setup.workers.autocast
     if not setup.recipe.generation.vllm.check_weights:
         return None
-    rows = fixed_rows(setup.prompts, image_tokens(model.config))
+    rows = fixed_rows(setup.prompts, placeholder_tokens(model.config))
     rollouts = []
     for row in rows:
         begin, scored = row.prompt.ids[: -row.num_tokens], row.prompt.ids[-row.num_tokens :]
@@ -142,40 +130,3 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
         return [row[: len(r.completion.ids)] for row, r in both]
 
     return WeightCheck(rows, trainer_logprobs, dtype_of(setup.recipe))
-
-
-def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[ComparedPrompt]:
-    """Returns the tokens to check: the ends of the first prompts, since beginnings may be equal.
-
-    Prompts with images come first, since only they test the weights of the vision tower.
-
-    Args:
-        of_images: ids of image tokens, which have no log-probabilities.
-    """
-    with_images = filter(_is_readable, (p for p in prompts if p.images))
-    texts = (p for p in prompts if not p.images)
-    ends = (_end(prompt, of_images) for prompt in itertools.chain(with_images, texts))
-    rows = list(itertools.islice(filter(None, ends), PROMPTS))
-    first = next((i for i in prompts[0].ids if i not in of_images), 0)
-    return rows or [ComparedPrompt(Prompt.from_ids([first, first]), 1)]
-
-
-def _is_readable(prompt: Prompt) -> bool:
-    """Returns whether a prompt's images can be read; the step that uses it reports the error."""
-    try:
-        for image in prompt.images:
-            image.open()
-    except ImageError:
-        return False
-    return True
-
-
-def _end(prompt: Prompt, of_images: Collection[int]) -> ComparedPrompt | None:
-    """Returns the last tokens of a prompt, after its images; None if there are none."""
-    num_tokens = next(
-        (n for n, i in enumerate(reversed(prompt.ids)) if i in of_images), len(prompt.ids)
-    )
-    if prompt.images:
-        return ComparedPrompt(prompt, min(num_tokens, TOKENS)) if num_tokens else None
-    ids = prompt.ids[-min(num_tokens, TOKENS) :]
-    return ComparedPrompt(Prompt.from_ids(ids), len(ids) - 1) if len(ids) > 1 else None

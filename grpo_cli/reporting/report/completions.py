@@ -35,7 +35,7 @@ EPISODE = ("messages", "turns", "stop_reason", "env_rewards", "env_metrics", "en
 # Steps in which values of tokens are rounded, to store them as short integers.
 LOGPROB_STEP = 0.01
 ADVANTAGE_STEP = 0.001
-SHARED = ("characters", "tokens", "image_bytes")  # limits that the runs of a report share
+SHARED = ("characters", "tokens", "picture_bytes")  # limits that the runs of a report share
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReportLimits:
     characters: int = 16_000_000  # of all completions, and of all episodes
     text: int = 20_000  # characters of one completion or prompt
     tokens: int = 1_000_000  # tokens that are stored with colours
-    image_bytes: int = 1_500_000
+    picture_bytes: int = 1_500_000  # of all thumbnails
 
     def divided(self, runs: int, completions: int) -> ReportLimits:
         """Returns the limits of each of several runs in a report of `completions` in all."""
@@ -68,7 +68,6 @@ def read(run: RunFolder, limits: ReportLimits) -> dict[str, Any]:
         with reading(path), open_file(path) as file:
             counts[step] = pyarrow.parquet.read_metadata(file).num_rows
     chosen = chosen_steps(counts, limits.completions)
-    pictures = Pictures(limits.image_bytes)
     rows = [row for step, most in chosen.items() for row in read_rows(files[step], most)]
     table, kept_texts = columns_of(rows, facts.right(run.recipe), limits)
     tokens, used = tokens_of(rows, kept_texts, limits.tokens)
@@ -78,16 +77,8 @@ def read(run: RunFolder, limits: ReportLimits) -> dict[str, Any]:
         table["first_prompt"] = shortened(prompt, limits.text)[0]
     table["vocabulary"] = token_texts.texts_of(tokenizer, used) if tokenizer else None
     table["tokens"] = tokens if tokenizer else [None] * len(rows)
-    numbers = [[pictures.add(cell) for cell in row.get(IMAGES) or ()] for row in rows]
-    table |= {
-        "images": numbers if any(numbers) else None,
-        "stored": sum(counts.values()),
-        "stored_steps": len(counts),
-        "pictures": {
-            "urls": pictures.urls, "sizes": pictures.sizes, "left_out": pictures.left_out,
-        },
-    }  # fmt: skip
-    return table
+    table |= {"stored": sum(counts.values()), "stored_steps": len(counts)}
+    return table | Pictures(limits.picture_bytes).columns(rows)
 
 
 def chosen_steps(counts: Mapping[int, int], most: int) -> dict[int, int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_cli.data.stored_completions import IMAGES
 from grpo_cli.images import ImageError, StoredImage
 
 LONGEST_SIDE = 384  # pixels
@@ -23,6 +25,12 @@ class Pictures:
     left_out: int = 0  # images beyond the budget
     _known: dict[bytes, int] = field(default_factory=dict)
     _held: int = 0
+
+    def columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the numbers of each row's images, and the thumbnails, for the report's page."""
+        numbers = [[self.add(cell) for cell in row.get(IMAGES) or ()] for row in rows]
+        pictures = {"urls": self.urls, "sizes": self.sizes, "left_out": self.left_out}
+        return {"images": numbers if any(numbers) else None, "pictures": pictures}
 
     def add(self, cell: Any) -> int:
         """Returns the index of the thumbnail of a stored image.

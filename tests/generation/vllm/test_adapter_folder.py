@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.generation.vllm.adapter_folder import AdapterFolder, check_tower, rank_on
+from grpo_cli.generation.vllm.adapter_folder import AdapterFolder, rank_on
+from grpo_cli.generation.vllm.prompts import check_tower
 from grpo_cli.generation.vllm.weights import AdapterWeights, WeightInfo
 from grpo_cli.models.settings import Adapter
 from tests.models.test_adapters import adapted, move

@@ -139,7 +139,7 @@ def test_images_of_a_stream_are_refused_in_flight(start: Start) -> None:
     with pytest.raises(TrainingError, match=f"row 7 is the first with images: {said}"):
         generator.generate([image], 3, SAMPLING, [0])
     with pytest.raises(UserError, match=f"^{said}"):
-        generator.check_images()
+        generator.prompt_check.check_settings(generator.policy)
 
 
 def test_at_most_max_rows_requests_at_once(fakes: list[FakeVllm], start: Start) -> None:

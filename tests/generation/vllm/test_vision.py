@@ -22,7 +22,7 @@ from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.images import StoredImage
 from grpo_cli.models import tiny, vision
-from grpo_cli.models.families import image_tokens
+from grpo_cli.models.families import placeholder_tokens
 from grpo_cli.models.loading import inference
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
@@ -96,7 +96,7 @@ def sampled(engine: Generator, loaded: Loaded) -> list[Rollout]:
 
 def difference(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> float:
     """Mean |log-probability that was reported − what the model says without tokens of images|."""
-    gaps, banned = [], list(image_tokens(model.config))
+    gaps, banned = [], list(placeholder_tokens(model.config))
     for rollout in rollouts:
         ids = torch.tensor([[*rollout.prompt.ids, *rollout.completion.ids]])
         mask = torch.ones_like(ids)
@@ -121,7 +121,7 @@ def with_other_pictures(rollout: Rollout) -> Rollout:
 
 def test_never_stale(engine: VllmGenerator, loaded: Loaded) -> None:
     """With the same pictures in each step: their features are of the newest weights."""
-    banned = set(image_tokens(loaded.model.config))
+    banned = set(placeholder_tokens(loaded.model.config))
     for step in range(4):
         before = copy.deepcopy(loaded.model)
         move(loaded.model, step)

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from transformers import PreTrainedModel
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.settings import Generation
-from grpo_cli.generation.vllm.weight_check import WeightCheck, fixed_rows, make_weight_check
-from grpo_cli.images import StoredImage
+from grpo_cli.generation.vllm.weight_check import WeightCheck, make_weight_check
 from grpo_cli.records import Prompt
 from grpo_cli.training.step import check_sampler
-from tests.conftest import as_prompts, as_scored
+from tests.conftest import as_scored
 from tests.fake_vllm import FakeVllm, Process, generator_for, recipe_for, serving, toy_logprobs
 from tests.generation.vllm.test_server import move
 
@@ -77,41 +75,6 @@ def test_first_difference_too_large(dtype: str, most: str) -> None:
         with pytest.raises(TrainingError, match=pattern):
             check.agrees("server b", too_large)
     assert "server b" not in check.measured
-
-
-@pytest.mark.parametrize(
-    ("prompts", "rows"),
-    [
-        ([[1, 2, 3], [4], [5, 6]], [[1, 2, 3], [5, 6]]),
-        ([[7]], [[7, 7]]),
-        ([[i, i] for i in range(20)], [[i, i] for i in range(4)]),
-        ([[*range(100), 0]], [[*range(77, 100), 0]]),
-    ],
-    ids=lambda rows: str(len(rows)),
-)
-def test_the_fixed_tokens(prompts: list[list[int]], rows: list[list[int]]) -> None:
-    assert fixed_rows(as_prompts(prompts), [9]) == as_scored(rows)
-
-
-def test_the_fixed_tokens_of_images() -> None:
-    """Prompts with images come first, whole; the tokens behind the image are compared.
-
-    One whose image is broken is left out: dataset.bad_rows=drop lets the run go on without it.
-    """
-    image = StoredImage(Image.new("RGB", (4, 4)), "row 0")
-    broken = Prompt(4, [1, 9, 5], "", {}, images=(StoredImage(b"GIF", "row 4"),))
-    with_image = Prompt(0, [1, 9, 9, 5, 6], "", {}, images=(image,))
-    at_the_end = Prompt(1, [1, 5, 9], "", {}, images=(image,))
-    long = Prompt(2, [9, *range(10, 60)], "", {}, images=(image,))
-    text = Prompt(3, [4, 9, 5, 6], "", {})  # its 9 is no image
-    rows = fixed_rows([text, broken, with_image, at_the_end, long], [9])
-    assert [(row.prompt.ids, row.num_tokens) for row in rows] == [
-        (with_image.ids, 2),
-        (long.ids, 24),
-        ([5, 6], 1),
-    ]
-    assert [bool(row.prompt.images) for row in rows] == [True, True, False]
-    assert fixed_rows([at_the_end], [9]) == as_scored([[1, 1]])
 
 
 def test_trainer_logprobs_follow_the_policy(model: PreTrainedModel) -> None:
