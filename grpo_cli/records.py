@@ -205,7 +205,7 @@ class WeightedSample(TrainingSample):
     """
 
     place: tuple[int, int]  # (prompt index, index in its group), unique in a run
-    weight: float  # factor of each token's loss (`normalization.py`)
+    weight: float  # factor of each token's loss (`batch.py`)
     high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
     cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 

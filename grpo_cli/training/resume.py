@@ -16,7 +16,7 @@ import torch
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.advantages import settle
-from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
+from grpo_cli.algorithm.loss import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe, sources

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
+from grpo_cli.algorithm.loss import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config.recipe import Recipe
