@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.loading import LoadedModel
 from grpo_cli.models.memory import MicroBatchBudget

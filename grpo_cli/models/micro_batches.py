@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models import attention
 from grpo_cli.models.activation_bytes import bytes_per_token

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import norm_of
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading, optimizers

@@ -17,8 +17,7 @@ from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import parsing, saved_recipe
 from grpo_cli.config.notices import notices
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.distributed.interrupts import Interrupts
-from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
+from grpo_cli.distributed.stop_signal import Interrupts, StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, counted
 from grpo_cli.evaluation.evaluator import Evaluator

@@ -13,7 +13,7 @@ from grpo_cli.algorithm.loss import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.generation.base import Generator
