@@ -1,4 +1,4 @@
-"""Defines the base class of the kernels that compute attention by parts."""
+"""Defines what kernels share: attention with its log-sum-exp, merging, and their base class."""
 
 from __future__ import annotations
 
@@ -9,6 +9,100 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from grpo_cli.models.attention import Layout
+
+inf = float("inf")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a log-sum-exp: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def by_head(flat: Tensor) -> Tensor:
+    """Reshapes [M, H, D] -> [1, H, M, D]."""
+    return flat.transpose(0, 1)[None]
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges attention to two sets of keys into attention to both.
+
+    Args:
+        out, other: outputs [..., D]. lse, other_lse: their log-sum-exps [...].
+
+    Returns:
+        (output [..., D], log-sum-exp [...]).
+    """
+    both = torch.logaddexp(lse, other_lse)
+    share, other_share = (lse - both).exp()[..., None], (other_lse - both).exp()[..., None]
+    return (out * share + other * other_share).to(out.dtype), both
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention and its log-sum-exp.
+
+    Args:
+        query: [n, H, M, D]. key, value: [n, H, K, D].
+        mask: [n, 1, 1, K], added to the scores.
+
+    Returns:
+        (output [n, H, M, D], log-sum-exp [n, H, M]).
+    """
+    if query.device.type == "cpu":
+        pair: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return pair
+    scores = _scores(query, key, causal, scale)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries [n, H, M, D], keys and values [n, H, K, D].
+
+    `grad`, `out` [n, H, M, D] and `lse` [n, H, M] may come from attention over more keys than
+    these. The result is then these keys' share of the gradients.
+    """
+    grad, out, q, k, v = (t.to(lse.dtype) for t in (grad, out, query, key, value))
+    if query.device.type == "cpu":  # in 16 bit, PyTorch's kernel takes up to 9 times as long
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    else:
+        p = (_scores(query, key, causal, scale) - lse[..., None]).exp()  # [n, H, M, K]
+        ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+        parts = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    dq, dk, dv = (part.to(query.dtype) for part in parts)
+    return dq, dk, dv
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    """Returns scores [n, H, M, K], −inf where a query does not attend to a key."""
+    scores = (query @ key.transpose(-1, -2)).to(wide(query.dtype)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -inf)
+    return scores
 
 
 class ByParts:

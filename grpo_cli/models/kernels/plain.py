@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels.arithmetic import by_head, flash, flash_backward, inf, merge, wide
-from grpo_cli.models.kernels.base import ByParts
+from grpo_cli.models.kernels.base import ByParts, by_head, flash, flash_backward, inf, merge, wide
 from grpo_cli.records import on_device
 
 if TYPE_CHECKING:
