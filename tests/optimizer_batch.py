@@ -35,7 +35,7 @@ from grpo_cli.models.settings import Optimizer
 from grpo_cli.records import Group, TrainingSample, regrouped, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import loop
-from grpo_cli.training.recovery import StepBatch
+from grpo_cli.training.run import StepBatch
 from grpo_cli.training.step import Step
 from tests.conftest import BUILD, make_group, make_loss, make_rollout
 from tests.models.families import BY_NAME

@@ -43,10 +43,9 @@ from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import TrainingGroup, TrainingSample, WeightedSample, regrouped
 from grpo_cli.training import ending, logprob_passes, resume
-from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
 from grpo_cli.training.rollouts.credit import subtract_kl, weigh_samples, with_advantages
-from grpo_cli.training.run import Run
+from grpo_cli.training.run import Run, StepBatch
 from grpo_cli.training.step import Step, steps
 
 

@@ -20,8 +20,7 @@ from grpo_cli.models.flops import peak_flops
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
-from grpo_cli.training.recovery import StepBatch, StepProgress
-from grpo_cli.training.run import Run
+from grpo_cli.training.run import Run, StepBatch, StepProgress
 
 ENTROPY_EVERY = 10  # steps; the metric costs a softmax over the vocabulary
 
