@@ -98,6 +98,10 @@ class PolicyLogprobs:
         self.agree_on = agree_on
         self.routers: RouterRecorder | None = None  # set for a load-balancing loss
         self.routing: Routing | None = None  # routing of the last rollouts, with `routers`
+        self.constant_arguments: dict[str, Any] = {
+            "use_cache": False,
+            **without_router_logits(model),
+        }
         self.is_recurrent = is_recurrent(model)
         if packed and self.is_recurrent:
             packed = False
@@ -318,7 +322,7 @@ class PolicyLogprobs:
     def _chunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        output = self.model.base_model(**arguments_of(self.model, inputs))
+        output = self.model.base_model(**self._arguments(inputs))
         hidden = output.last_hidden_state.flatten(0, 1)
         return linear_logprobs(
             hidden[inputs.predictors],  # [T, H]
@@ -329,10 +333,19 @@ class PolicyLogprobs:
             entropy_gradient=entropy_gradient,
         )
 
+    def _arguments(self, inputs: packing.Inputs) -> dict[str, Any]:
+        """Returns the arguments of the model's forward."""
+        shared: dict[str, Any] = self.constant_arguments | inputs.arguments
+        shared |= {"input_ids": inputs.input_ids}
+        if inputs.layout is None:
+            return shared | {"attention_mask": inputs.attention_mask}
+        mask = attention.no_mask(inputs.input_ids.device)
+        return shared | {"attention_mask": mask, "attending": inputs.layout}
+
     def _unchunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        predictors, arguments = inputs.predictors, arguments_of(self.model, inputs)
+        predictors, arguments = inputs.predictors, self._arguments(inputs)
         if inputs.layout is not None:
             logits = self.model(**arguments, logits_to_keep=predictors).logits[0]  # [T, V]
         else:
@@ -376,20 +389,6 @@ def compile_layers(model: PreTrainedModel, compiled: bool, backend: str) -> None
             layer.forward = torch.compile(  # type: ignore[method-assign]
                 layer.forward, dynamic=True, backend=backend
             )
-
-
-def arguments_of(model: PreTrainedModel, inputs: packing.Inputs) -> dict[str, Any]:
-    """Returns the arguments of the model's forward."""
-    shared: dict[str, Any] = {
-        "input_ids": inputs.input_ids,
-        "use_cache": False,
-        **inputs.arguments,
-        **without_router_logits(model),
-    }
-    if inputs.layout is None:
-        return shared | {"attention_mask": inputs.attention_mask}
-    mask = attention.no_mask(inputs.input_ids.device)
-    return shared | {"attention_mask": mask, "attending": inputs.layout}
 
 
 def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:

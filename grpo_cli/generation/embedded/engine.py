@@ -97,7 +97,7 @@ class Engine:
         direct = self.direct or DirectForward.of(self.model)
         # Not for conversations: their rows come and go singly, each into a new bucket.
         static = None
-        if self.caches is None:
+        if self.caches is None and self.graphs is not None:
             static = StaticDecoding.of(direct, self.graphs, states)
         steps = 0  # since the last call of `arrived`
         while True:

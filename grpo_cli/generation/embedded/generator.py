@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -101,10 +101,16 @@ class TransformersGenerator(Generator):
             finally:
                 self.direct = None  # it may hold copies of the weights
 
+    @cached_property
+    def never(self) -> tuple[int, ...]:
+        """The tokens that are not sampled: placeholders of images."""
+        return image_tokens(self.policy.config)
+
     def state(self, request: Request, numbers: Sequence[int] | None = None) -> DecodingState:
         """Returns the state that starts a request, or only its prompts `numbers`."""
-        never = image_tokens(self.policy.config)
-        return DecodingState(request, self.eos_ids, self.tokenizer, numbers=numbers, never=never)
+        return DecodingState(
+            request, self.eos_ids, self.tokenizer, numbers=numbers, never=self.never
+        )
 
     def decode(
         self,

@@ -292,11 +292,11 @@ class StaticDecoding:
     def of(
         cls,
         direct: DirectForward | None,
-        graphs: FallbackGraphs | None,
+        graphs: FallbackGraphs,
         states: Sequence[DecodingState],
     ) -> StaticDecoding | None:
         """Returns the decoder for these states, or None if they must be decoded step by step."""
-        if direct is None or graphs is None or graphs.has_failed or not states:
+        if direct is None or graphs.has_failed or not states:
             return None
         if direct.rotary.is_dynamic:
             return None
