@@ -27,7 +27,7 @@ from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.models import tiny
 from grpo_cli.models.loading import frozen_copy
-from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.micro_batches import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.routers import RouterRecorder

@@ -17,8 +17,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, loading, optimizers
 from grpo_cli.models.loading import LoadedModel
-from grpo_cli.models.memory import MicroBatchBudget
-from grpo_cli.models.micro_batches import MicroBatcher
+from grpo_cli.models.micro_batches import MicroBatchBudget, MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient

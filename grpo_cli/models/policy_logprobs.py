@@ -22,7 +22,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
@@ -38,7 +38,6 @@ from grpo_cli.models.families import (
     is_recurrent,
     without_router_logits,
 )
-from grpo_cli.models.loading import inference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
@@ -98,7 +97,7 @@ class PolicyLogprobs:
         self.agree_on = agree_on
         self.routers: RouterRecorder | None = None  # set for a load-balancing loss
         self.routing: Routing | None = None  # routing of the last rollouts, with `routers`
-        self.constant_arguments: dict[str, Any] = {
+        self.constant: dict[str, Any] = {
             "use_cache": False,
             **without_router_logits(model),
         }
@@ -335,7 +334,7 @@ class PolicyLogprobs:
 
     def _arguments(self, inputs: packing.Inputs) -> dict[str, Any]:
         """Returns the arguments of the model's forward."""
-        shared: dict[str, Any] = self.constant_arguments | inputs.arguments
+        shared: dict[str, Any] = self.constant | inputs.arguments
         shared |= {"input_ids": inputs.input_ids}
         if inputs.layout is None:
             return shared | {"attention_mask": inputs.attention_mask}
@@ -421,3 +420,15 @@ def explained() -> Iterator[None]:
         cause = getattr(error, "inner_exception", error)  # the backend's own exception
         said = f"torch.compile fails: {first_line(cause)}"
         raise attention.UnsupportedModelError(said) from error
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Disables gradients and dropout within the context, then restores the module's mode."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

@@ -30,8 +30,7 @@ from grpo_cli.models.families import (
     image_tokens,
     is_recurrent,
 )
-from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs
+from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, inference
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.vision import has_images
 from grpo_cli.records import Prompt, Rollout
@@ -135,7 +134,8 @@ class TransformersGenerator(Generator):
         """Returns the batch size for completions whose sequences have up to `longest` tokens."""
         if self.max_rows is not None:
             return min(wanted, self.max_rows)
-        return min(wanted, self.rows_in_memory(longest), memory.most_rows(self.policy))
+        most = memory.MOST_ROWS.get(self.policy.device.type, memory.MOST_ROWS["cpu"])
+        return min(wanted, self.rows_in_memory(longest), most)
 
     def rows_in_memory(self, longest: int) -> int:
         """Returns how many caches of `longest` tokens fit into memory."""

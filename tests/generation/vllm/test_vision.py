@@ -23,7 +23,7 @@ from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.images import StoredImage
 from grpo_cli.models import tiny, vision
 from grpo_cli.models.families import image_tokens
-from grpo_cli.models.loading import inference
+from grpo_cli.models.policy_logprobs import inference
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from tests.models.test_vision import Loaded, load_folder
