@@ -15,7 +15,7 @@ from grpo_cli.distributed.fsdp import norm_of
 from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
-from grpo_cli.models import adapters, loading, optimizers
+from grpo_cli.models import adapters, flops, loading, optimizers
 from grpo_cli.models.loading import LoadedModel
 from grpo_cli.models.micro_batches import MicroBatchBudget, MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -33,6 +33,7 @@ class Policy:
         reference: the reference policy; None without a KL term.
         scaler: loss scale, with mixed_precision=fp16.
         router_coef: weight of the load-balancing loss of experts.
+        peak_flops: peak FLOP/s of the device in the dtype of the computation; NaN if unknown.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Policy:
         self.logprobs, self.reference = logprobs, reference
         self.optimizer, self.scaler = optimizer, workers.grad_scaler()
         self.workers, self.router_coef = workers, router_coef
+        dtype = workers.half_type or self.model.dtype
+        self.peak_flops = flops.peak_flops(workers.device, dtype)
         if router_coef:
             logprobs.routers = RouterRecorder(self.model)
         self.micro_batches = MicroBatcher(
