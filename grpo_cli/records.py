@@ -222,6 +222,11 @@ class Group(Generic[R_co]):
 TrainingGroup = Group[TrainingSample]
 
 
+def has_images(prompts: Iterable[Prompt]) -> bool:
+    """Returns whether any prompt has images."""
+    return any(prompt.images for prompt in prompts)
+
+
 def regrouped(groups: Sequence[Group], rollouts: Iterable[R]) -> list[Group[R]]:
     """Returns the groups with other rollouts, which are given in the same order."""
     rest = iter(rollouts)

@@ -14,7 +14,7 @@ from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import lines
 from grpo_cli.generation.factory import make_generator
-from grpo_cli.models.vision import has_images
+from grpo_cli.records import has_images
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
 from grpo_cli.reporting.status import write_text

@@ -26,8 +26,8 @@ from grpo_cli.models.memory import (
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
-from grpo_cli.records import Completion, Prompt, R, Rollout, WeightedSample
+from grpo_cli.models.vision import VisionProcessor, parameters_of_images
+from grpo_cli.records import Completion, Prompt, R, Rollout, WeightedSample, has_images
 
 T = TypeVar("T")
 

@@ -41,8 +41,8 @@ from grpo_cli.models.families import (
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
-from grpo_cli.models.vision import has_images, takes_images
-from grpo_cli.records import Completion, Rollout
+from grpo_cli.models.vision import takes_images
+from grpo_cli.records import Completion, Rollout, has_images
 
 CHECKED_ROLLOUTS = 4  # rollouts in the check against the simplest mode
 CHECKED_TOKENS = 64  # maximum tokens of a prompt, and of a completion, in that check

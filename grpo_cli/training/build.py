@@ -26,9 +26,8 @@ from grpo_cli.models import loading, quantization
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.policy import Policy
 from grpo_cli.models.routers import has_balancing_loss
-from grpo_cli.models.vision import has_images
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Prompt
+from grpo_cli.records import Prompt, has_images
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.reporting.status import write_text

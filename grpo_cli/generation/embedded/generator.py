@@ -32,8 +32,7 @@ from grpo_cli.models.families import (
 )
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, inference
 from grpo_cli.models.self_check import Outcome
-from grpo_cli.models.vision import has_images
-from grpo_cli.records import Prompt, Rollout
+from grpo_cli.records import Prompt, Rollout, has_images
 
 Decoder = type[Engine] | type[CachedDecoder]
 # Tokens per completion in a decoder's self-check, since small errors appear only after several.
