@@ -33,12 +33,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import Finished
-from grpo_cli.generation.embedded.decode_batch import DecodeBatch
+from grpo_cli.generation.embedded.decode_batch import Continuation, DecodeBatch, Prefill
 from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs
 from grpo_cli.generation.embedded.kept_caches import KeptCache, KeptCaches
-from grpo_cli.generation.embedded.prefill import Continuation, Prefill
 from grpo_cli.generation.embedded.static_decoding import StaticDecoding
 from grpo_cli.models.attention import NOT_PASSED_ON, UnsupportedModelError, no_mask
 from grpo_cli.models.families import image_tokens, without_router_logits

@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch, attend_to_prompts
+from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch, attend_to_prompts, mask_of
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs, Replay
 from grpo_cli.generation.embedded.kept_caches import KeptCache
-from grpo_cli.generation.embedded.prefill import mask_of
 from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
 
