@@ -343,11 +343,12 @@ def rewards(argv: list[str]) -> None:
     """`grpo rewards [MODULE ...]`: prints each reward function with its columns and arguments."""
     from grpo_cli.rewards import traits_of
     from grpo_cli.scoring import registry
+    from grpo_cli.scoring.bound_reward import Signature
 
     registry.import_modules(argv, "grpo rewards")
     for name in sorted(registry.known()):
         function = registry.resolve(name)
-        signature, timeout = registry.Signature.of(function), traits_of(function).timeout
+        signature, timeout = Signature.of(function), traits_of(function).timeout
         columns = listed([*signature.required, *(f"[{c}]" for c in signature.optional)])
         needed = signature.needed
         arguments = [f"{a} (to be set)" if a in needed else a for a in signature.arguments]

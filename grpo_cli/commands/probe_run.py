@@ -18,7 +18,7 @@ from grpo_cli.records import has_images
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
 from grpo_cli.reporting.status import write_text
-from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.training import inputs
 from grpo_cli.training.prepare import Prepared
 

@@ -26,6 +26,7 @@ from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.bound_reward import Signature
 
 if TYPE_CHECKING:
     from grpo_cli.records import Group, Prompt, Rollout
@@ -94,7 +95,7 @@ def load(
         ]
     there = samples[0].columns
     function = registry.resolve(config.reward, f"benchmark.{name}.reward")
-    needs_ids = "completion_ids" in registry.Signature.of(function).needed_standard
+    needs_ids = "completion_ids" in Signature.of(function).needed_standard
     if needs_ids and any(s.ids is None for s in samples):
         raise UserError(
             f"benchmark.{name}.reward: {config.reward} needs completion_ids, and {path} has no "

@@ -27,7 +27,7 @@ from grpo_cli.models.policy import Policy
 from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
-from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
