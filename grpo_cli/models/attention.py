@@ -38,11 +38,10 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.errors import typed_line
 from grpo_cli.models.families import ATTENTION_EXTRAS, SPARSE, WINDOWS
-from grpo_cli.models.kernels.base import ByParts
-from grpo_cli.models.kernels.base import flash as flash  # for the embedded engine
-from grpo_cli.models.kernels.base import merge as merge
 from grpo_cli.models.kernels.flex import Flex, block_mask
-from grpo_cli.models.kernels.plain import Bucket, Plain
+from grpo_cli.models.kernels.plain import Bucket, ByParts, Plain
+from grpo_cli.models.kernels.plain import flash as flash  # for the embedded engine
+from grpo_cli.models.kernels.plain import merge as merge
 from grpo_cli.models.kernels.varlen import HALVES, Ragged, Varlen
 from grpo_cli.models.memory import is_out_of_memory
 
