@@ -209,7 +209,7 @@ class WeightedSample(TrainingSample):
     """
 
     place: tuple[int, int]  # (prompt index, index in its group), unique in a run
-    weight: float  # factor of each token's loss (`normalization.py`)
+    weight: float  # factor of each token's loss (`batch.py`)
     high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
     cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 
@@ -224,6 +224,11 @@ class Group(Generic[R_co]):
 
 
 TrainingGroup = Group[TrainingSample]
+
+
+def has_images(prompts: Iterable[Prompt]) -> bool:
+    """Returns whether any prompt has images."""
+    return any(prompt.images for prompt in prompts)
 
 
 def regrouped(groups: Sequence[Group], rollouts: Iterable[R]) -> list[Group[R]]:

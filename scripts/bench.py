@@ -32,7 +32,7 @@ import half_products
 import torch
 from bench_setup import MODELS, WARM_UP, WORKLOADS, Job, Workload, make_folder, write_recipe
 
-from grpo_cli.cli import spin_count
+from grpo_cli.cli import settings_of_cpu
 from grpo_cli.reporting.machine import processor
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -96,10 +96,9 @@ def rows(workload: str, found: Mapping[str, Rounds]) -> list[str]:
 def environment(root: Path, metered: bool) -> dict[str, str]:
     """Returns the environment of every side."""
     path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
-    # As `grpo` sets it. OpenMP's own would be threads that spin: slower where others use the cores.
     own = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(root / "datasets"), "PYTHONPATH": path}
     own |= GIVES_BACK if metered else {}
-    return {"GOMP_SPINCOUNT": str(spin_count()), **os.environ, **own}
+    return settings_of_cpu() | os.environ | own  # as `grpo` sets them
 
 
 def run(root: Path, job: Job) -> list[Step]:

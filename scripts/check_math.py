@@ -23,7 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from grpo_cli.scoring.pool import Call, CallResult, Pool  # noqa: E402
+from grpo_cli.scoring.guards import CallResult  # noqa: E402
+from grpo_cli.scoring.pool import Call, Pool  # noqa: E402
 
 MATH = "grpo_cli.rewards.math:math"
 DEADLINE_S = 5

@@ -40,10 +40,10 @@ from grpo_cli.generation.embedded.generator import TransformersGenerator  # noqa
 from grpo_cli.generation.sampling import Sampling  # noqa: E402
 from grpo_cli.models import adapters, loading, packing, policy_logprobs, self_check  # noqa: E402
 from grpo_cli.models.attention import Layout, Prefix  # noqa: E402
+from grpo_cli.models.packing import PositionIds  # noqa: E402
 from grpo_cli.models.policy import COMPILE_BACKEND  # noqa: E402
 from grpo_cli.models.policy_logprobs import PolicyLogprobs  # noqa: E402
 from grpo_cli.models.settings import Model  # noqa: E402
-from grpo_cli.models.vision import PositionIds  # noqa: E402
 from grpo_cli.records import Prompt, Rollout, sampled_mask  # noqa: E402
 
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights", "fp16 autocast", "QLoRA")

@@ -27,7 +27,7 @@ from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.models import tiny
 from grpo_cli.models.loading import frozen_copy
-from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.micro_batches import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.routers import RouterRecorder
@@ -35,7 +35,7 @@ from grpo_cli.models.settings import Optimizer
 from grpo_cli.records import Group, TrainingSample, regrouped, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import loop
-from grpo_cli.training.recovery import StepBatch
+from grpo_cli.training.run import StepBatch
 from grpo_cli.training.step import Step
 from tests.conftest import BUILD, make_group, make_loss, make_rollout
 from tests.models.families import BY_NAME

@@ -6,10 +6,10 @@ from typing import Any, cast
 import torch
 
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.loading import LoadedModel
-from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.micro_batches import MicroBatchBudget
 from grpo_cli.models.policy import Policy
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference

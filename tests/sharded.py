@@ -38,10 +38,10 @@ from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.embedded.generator import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
-from grpo_cli.models import adapters, attention, loading, memory, micro_batches, optimizers, tiny
+from grpo_cli.models import adapters, attention, loading, micro_batches, optimizers, tiny
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.packing import length
-from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
+from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs, inference
 from grpo_cli.models.settings import Adapter, Model, Optimizer
 from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.training import logprob_passes
@@ -145,7 +145,7 @@ def bare_run(
     return partial_run(
         workers,
         policy_logprobs,
-        memory.MicroBatchBudget(tokens, print, runs_in_lockstep=workers.runs_in_lockstep),
+        micro_batches.MicroBatchBudget(tokens, print, runs_in_lockstep=workers.runs_in_lockstep),
         torch.optim.SGD(policy_logprobs.model.parameters()),
         **settings,
     )
@@ -210,7 +210,7 @@ def has_the_main_processs_weights(workers: Workers, tied: bool) -> None:
     assert all(isinstance(layer, FSDPModule) for layer in layers)
     # And it computes with them.
     rollouts = make_rollouts()
-    with loading.inference(model), loading.inference(expected):
+    with inference(model), inference(expected):
         found, _ = PolicyLogprobs(model, packed=False)(rollouts, 1.0)
         torch.testing.assert_close(found, PolicyLogprobs(expected, packed=False)(rollouts, 1.0)[0])
 

@@ -33,8 +33,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.models import adapters
-from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, inference
 from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.scoring.settings import Reward
 from tests import programs

@@ -1,13 +1,15 @@
-"""Collates samples into the tensors that the loss reads for a micro-batch.
+"""Weighs the tokens of samples, and collates samples into the tensors that the loss reads.
 
-Masks come from lengths and sampling, never from `ids != pad`, since a model may sample its pad
-token.
+Weights are divided by counts of the complete optimizer batch on all processes, taken before the
+first backward. The loss is then one sum, independent of its division into micro-batches and
+processes. Masks come from lengths and sampling, never from `ids != pad`, since a model may sample
+its pad token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +87,39 @@ def pad_right(rows: Sequence[Tensor], width: int) -> Tensor:
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out
+
+
+def token_weight(
+    normalize: str,
+    tokens: int,
+    group_tokens: int,
+    counts: Mapping[str, float],
+    max_completion_tokens: int,
+) -> float:
+    """Returns the factor of each token's loss in one completion.
+
+    Args:
+        normalize: a name in WEIGHTS.
+        tokens: number of the completion's tokens that train, > 0.
+        group_tokens: number of tokens that train in its group's completions in the batch.
+        counts: "tokens" that train, "completions" and "prompts" of the optimizer batch. Completions
+            without tokens that train also count, since they are among the paper's G.
+        max_completion_tokens: the run's longest completion, for "constant".
+    """
+    return WEIGHTS[normalize](tokens, group_tokens, counts, max_completion_tokens)
+
+
+Weight = Callable[[int, int, Mapping[str, float], int], float]
+
+WEIGHTS: dict[str, Weight] = {
+    # equal weight per token (DAPO, arXiv 2503.14476, eq. 8)
+    "tokens": lambda tokens, group, counts, longest: 1 / counts["tokens"],
+    # equal weight per completion: mean over its tokens (DeepSeekMath, arXiv 2402.03300, eq. 3)
+    "completions": lambda tokens, group, counts, longest: 1 / (tokens * counts["completions"]),
+    # equal weight per prompt: mean over its group's tokens (ScaleRL, arXiv 2510.13786)
+    "prompts": lambda tokens, group, counts, longest: 1 / (group * counts["prompts"]),
+    # constant divisor, independent of length (Dr. GRPO, arXiv 2503.20783, section 3.1)
+    "constant": lambda tokens, group, counts, longest: 1 / (longest * counts["completions"]),
+    # sum over a completion, proportional to its length (LUSPO, arXiv 2602.05261)
+    "sums": lambda tokens, group, counts, longest: 1 / counts["completions"],
+}

@@ -8,13 +8,13 @@ A policy loss names its input tensors as positional parameters:
     advantages      [B, C]             equal along a row, unless steps were rewarded
     mask            [B, C]             1 on the tokens that train
     trained         [B, C]             `mask` without the tokens that `loss.top_entropy` leaves out
-    log_correction  [B, C] or [B, 1]   log of the sampler's correction (`corrections.py`); a loss
+    log_correction  [B, C] or [B, 1]   log of the sampler's correction (`loss.py`); a loss
                                        that names it applies the correction itself
     cov_selected    [B, C]             1 on the tokens that the loss's `select_tokens` chose
 
 Keyword-only parameters are its knobs: fields of `loss` in the recipe, or arguments of its own,
 `loss.args.NAME`, declared with `Arg`. It returns the loss of each token, [B, C] (or a tensor that
-broadcasts to it), without averaging: `normalization.py` divides it by the counts of the complete
+broadcasts to it), without averaging: `batch.py` divides it by the counts of the complete
 optimizer batch over all processes.
 
 To add a loss, write a function here with `@policy_loss`, whose arguments are its `Traits`; a YAML

@@ -119,23 +119,24 @@ def pieces_of(tensors: Mapping[str, Tensor], rank: int, processes: int) -> dict[
 
 
 class Staging:
-    """Host copies of tensors. Their memory is reused, which is faster than allocation."""
+    """Host copies of tensors. Pinned memory is reused, which is faster than allocation."""
 
     def __init__(self) -> None:
-        self.copies: dict[str, Tensor] = {}
+        self.pinned: dict[str, Tensor] = {}
 
     def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """Copies the pieces to the host, so that training can change the originals."""
-        kept, self.copies = self.copies, {}
+        kept, self.pinned, copies = self.pinned, {}, {}
         for name, piece in pieces.items():
             copy, tensor = kept.get(name), piece.tensor
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                pinned = tensor.is_cuda
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self.copies[name] = copy.copy_(tensor, non_blocking=True)
-        if any(piece.tensor.is_cuda for piece in pieces.values()):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = copy.copy_(tensor, non_blocking=True)
+            if tensor.is_cuda:
+                self.pinned[name] = copy
+        if self.pinned:
             torch.cuda.synchronize()
-        return {n: Piece(self.copies[n], p.offsets, p.size) for n, p in pieces.items()}
+        return {n: Piece(copies[n], p.offsets, p.size) for n, p in pieces.items()}
 
 
 class PieceSavePlanner(DefaultSavePlanner):

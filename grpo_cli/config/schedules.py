@@ -11,9 +11,6 @@ from grpo_cli.config.knob import at_least_0, at_least_1, knob
 
 if TYPE_CHECKING:
     from grpo_cli.config.recipe import Recipe
-    from grpo_cli.models.settings import Optimizer
-
-DECAY_SHARE = 0.1  # of a run's steps, at its end, in wsd (MiniCPM, arXiv 2404.06395, section 4)
 
 
 @dataclass
@@ -31,24 +28,6 @@ class Schedule:
         None,
         "Step, counted from 0, from which the knob has its final value; null: the run's last step.",
     )
-
-
-def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """Returns a step's learning rate: linear warm-up, then the schedule.
-
-    Args:
-        step: counted from 0. steps: the run's number of steps.
-    """
-    begin = config.warmup_steps
-    if step < begin:
-        return config.learning_rate * (step + 1) / begin
-    if config.schedule == "wsd":
-        begin = max(begin, steps - math.ceil(DECAY_SHARE * steps))
-    if config.schedule == "constant" or step < begin:
-        return config.learning_rate
-    done = (step - begin) / max(1, steps - begin)  # in [0, 1)
-    shape = "cosine" if config.schedule == "cosine" else "linear"
-    return between(config.learning_rate, config.min_learning_rate, done, shape)
 
 
 def between(first: float, last: float, done: float, shape: str) -> float:

@@ -29,8 +29,7 @@ from grpo_cli.config.user_code import import_function, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, Overrun
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed
-from grpo_cli.scoring.guards import described
-from grpo_cli.scoring.pool_worker import to_builtin
+from grpo_cli.scoring.guards import described, to_builtin
 
 TEXT_LIMIT = 100_000  # maximum characters of a message's content; tokens are limited later
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

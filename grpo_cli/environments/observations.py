@@ -22,8 +22,7 @@ from pydantic import (
 
 from grpo_cli.environments.functions import clean_text
 from grpo_cli.environments.protocol import Observation, ToolCall
-from grpo_cli.scoring.guards import described
-from grpo_cli.scoring.pool_worker import to_builtin
+from grpo_cli.scoring.guards import described, to_builtin
 
 
 class Broken(Exception):  # noqa: N818

@@ -23,6 +23,7 @@ from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_yaml
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.bound_reward import Signature
 from grpo_cli.scoring.settings import Reward
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def needed_columns(name: str, config: Benchmark) -> list[str]:
         UserError: an unknown reward.
     """
     function = registry.resolve(config.reward, f"benchmark.{name}.reward")
-    required = registry.Signature.of(function).required
+    required = Signature.of(function).required
     return [column for column in required if column not in config.args]
 
 

@@ -23,7 +23,7 @@ from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summar
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
 from grpo_cli.records import Group, Prompt, Rollout, regrouped
-from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.scoring.scorer import metrics_of
 
 LONGEST_TOKEN = 32  # characters; longer than almost every token

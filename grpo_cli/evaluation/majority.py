@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.scoring.pool import Call, CallResult
+from grpo_cli.scoring.guards import CallResult
+from grpo_cli.scoring.pool import Call
 
 if TYPE_CHECKING:
     from grpo_cli.scoring.calls import RewardExecutor

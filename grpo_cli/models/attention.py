@@ -37,12 +37,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.errors import typed_line
-from grpo_cli.models.families import ATTENTION_EXTRAS, SPARSE, window_of
-from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
-from grpo_cli.models.kernels.arithmetic import merge as merge
-from grpo_cli.models.kernels.base import ByParts
+from grpo_cli.models.families import ATTENTION_EXTRAS, SPARSE, WINDOWS
 from grpo_cli.models.kernels.flex import Flex, block_mask
-from grpo_cli.models.kernels.plain import Bucket, Plain
+from grpo_cli.models.kernels.plain import Bucket, ByParts, Plain
+from grpo_cli.models.kernels.plain import flash as flash  # for the embedded engine
+from grpo_cli.models.kernels.plain import merge as merge
 from grpo_cli.models.kernels.varlen import HALVES, Ragged, Varlen
 from grpo_cli.models.memory import is_out_of_memory
 
@@ -156,6 +155,19 @@ def _attend(
         v = nn.functional.pad(v, (0, q.shape[-1] - width))
     # Under autocast, rotary embeddings leave queries and keys wider than values.
     return attending.attend(layer, q.to(v.dtype), k.to(v.dtype), v, scale)[None, ..., :width]
+
+
+def window_of(module: nn.Module) -> int | None:
+    """Returns the attention window of a layer, in tokens, by its config; None: no window.
+
+    Llama 4, Qwen2-MoE and Phi-3.5-MoE pass the window only to the mask, so a check on rollouts
+    shorter than the window would not detect it.
+    """
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    layer_type = types[module.layer_idx] if types else "sliding_attention"  # type: ignore[index]
+    window: int | None = getattr(config, WINDOWS.get(layer_type, ""), None)
+    return window
 
 
 def narrowest_window(model: nn.Module) -> float:

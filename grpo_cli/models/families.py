@@ -7,7 +7,6 @@ its experts, needs changes only here.
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -52,31 +51,6 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 # Parts whose FLOPs the formula in flops.py does not count: latent attention, shared keys and
 # values, cross-attention.
 UNCOUNTED_PARTS = ("kv_lora_rank", "num_kv_shared_layers", "cross_attention_layers")
-
-
-def logit_scale(config: PretrainedConfig) -> float:
-    """Returns the factor of the output layer's product; 1.0 for most families."""
-    scale = _first(config, LOGIT_SCALES) or 1.0
-    divisor = _first(config, (LOGIT_DIVISOR,)) or 1.0
-    return scale * divisor if config.model_type == "hyperclovax" else scale / divisor
-
-
-def logit_softcap(config: PretrainedConfig) -> float | None:
-    """Returns c if logits are c · tanh(x / c), and None if they are not capped."""
-    return _first(config, LOGIT_SOFTCAPS)
-
-
-def window_of(module: nn.Module) -> int | None:
-    """Returns the attention window of a layer, in tokens, by its config; None: no window.
-
-    Llama 4, Qwen2-MoE and Phi-3.5-MoE pass the window only to the mask, so a check on rollouts
-    shorter than the window would not detect it.
-    """
-    config: Any = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    layer_type = types[module.layer_idx] if types else "sliding_attention"  # type: ignore[index]
-    window: int | None = getattr(config, WINDOWS.get(layer_type, ""), None)
-    return window
 
 
 def reads_both_directions(config: PretrainedConfig) -> bool:
@@ -135,8 +109,3 @@ def without_router_logits(model: PreTrainedModel) -> dict[str, bool]:
     """
     collects = getattr(model.config.get_text_config(decoder=True), "output_router_logits", False)
     return {"output_router_logits": False} if collects else {}
-
-
-def _first(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((float(value) for value in values if value is not None), None)

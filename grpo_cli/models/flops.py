@@ -29,8 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from grpo_cli.models import quantization
 from grpo_cli.models.families import UNCOUNTED_PARTS, num_experts
 from grpo_cli.models.packing import unique_tokens
-from grpo_cli.models.vision import has_images
-from grpo_cli.records import Rollout
+from grpo_cli.records import Rollout, has_images
 
 FORWARD_BACKWARD = 3.0  # in units of the forward pass, if every weight has a gradient
 

@@ -479,15 +479,3 @@ def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
         ref.lerp_(current.to(ref), alpha)
     for ref_buffer, buffer in zip(reference.buffers(), policy.buffers(), strict=True):
         ref_buffer.copy_(buffer)
-
-
-@contextlib.contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Disables gradients and dropout within the context, then restores the module's mode."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

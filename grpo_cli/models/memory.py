@@ -1,29 +1,26 @@
-"""Finds how many tokens fit into a micro-batch, and halves them when memory runs out."""
+"""Finds how many tokens of a micro-batch, or of a KV cache, fit into free memory."""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import TrainingError, first_line
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-T = TypeVar("T")
 
 SMALLEST = 256  # minimum of a measured micro-batch in tokens, and the value before that
 # Larger micro-batches do not make a step faster once all cores or multiprocessors are busy.
 LARGEST = {"cpu": 2048, "mps": 4096, "cuda": 32768}
 LARGEST_BYTES = {"cpu": 1.5 * 2**30}  # of their activations, since a laptop has little memory
+# Batch sizes beyond which decoding gets no faster.
 MOST_ROWS = {"cpu": 256, "mps": 256, "cuda": 512}
 CGROUP = Path("/sys/fs/cgroup")  # the container's limits
 SHARE = 0.4  # share of free memory for saved activations; backward needs more on top
@@ -34,92 +31,6 @@ OUT_OF_MEMORY = (
     "bad_alloc",  # C++, inside torch
     "alloc_failed",  # cuBLAS
 )
-
-
-class MicroBatchBudget:
-    """The number of tokens per micro-batch, including padding, on this process."""
-
-    def __init__(
-        self, tokens: int | None, say: Callable[[str], None], *, runs_in_lockstep: bool = False
-    ) -> None:
-        """Starts with a known or unknown number of tokens.
-
-        Args:
-            tokens: None if it must be measured.
-            say: prints a line when memory runs out.
-            runs_in_lockstep: passes are collective, so that no process can repeat one alone.
-        """
-        self.tokens = tokens
-        self.counts_images = tokens is not None  # True: a given number is not measured again
-        self.say = say
-        self.runs_in_lockstep = runs_in_lockstep
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint."""
-        return {"micro_batch_tokens": self.tokens, "counts_images": self.counts_images}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state`."""
-        self.tokens, self.counts_images = state["micro_batch_tokens"], state["counts_images"]
-
-    def take_measured(self, tokens: int, *, with_images: bool) -> None:
-        """Sets the measured number of tokens, or lowers it if images need more memory."""
-        before, self.counts_images = self.tokens, with_images
-        self.tokens = tokens if before is None else min(before, tokens)
-        if before is not None and self.tokens < before:
-            self.say(
-                f"note: micro-batches of {self.tokens:,} tokens from now on, not {before:,}: the "
-                "first images take more memory than texts"
-            )
-
-    def with_oom_retry(
-        self,
-        work: Callable[[int], T],
-        lengths: Sequence[int],
-        undo: Callable[[], None],
-        total: int | None = None,
-    ) -> T:
-        """Returns `work(tokens)`; retries with half the tokens when memory runs out.
-
-        Args:
-            lengths: tokens of each row; a micro-batch has at least one row.
-            undo: reverts the effects of a failed attempt.
-            total: tokens of all rows together, if rows share some.
-
-        Raises:
-            TrainingError: a single row does not fit.
-        """
-        while True:
-            tokens = SMALLEST if self.tokens is None else self.tokens
-            try:
-                return work(tokens)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = first_line(error)
-            # After the except block: the traceback, whose frames held memory, has been freed.
-            undo()
-            release()
-            if tokens <= max(lengths, default=0):  # without rows only dummies are computed
-                raise TrainingError(
-                    f"out of memory with a completion of {max(lengths):,} tokens, prompt included: "
-                    "use model.gradient_checkpointing=true, mixed_precision=bf16 or a smaller "
-                    f"generation.max_completion_tokens. ({reason})",
-                    alone=True,
-                )
-            if self.runs_in_lockstep:
-                raise TrainingError(
-                    f"out of memory with micro-batches of {tokens:,} tokens; processes that share "
-                    "a model cannot repeat one by themselves: resume with resume=auto "
-                    f"update.tokens_per_micro_batch={tokens // 2}. ({reason})",
-                    alone=True,
-                )
-            # At most half of all tokens; half of a larger budget would fail again.
-            self.tokens = max(min(tokens, sum(lengths) if total is None else total) // 2, 1)
-            self.say(
-                f"note: out of memory: micro-batches of {self.tokens:,} tokens from now on; the "
-                "batch is done again, and comes out the same"
-            )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -188,11 +99,6 @@ def cache_numbers(config: PretrainedConfig) -> int:
     return total
 
 
-def most_rows(model: PreTrainedModel) -> int:
-    """Returns the batch size beyond which decoding gets no faster."""
-    return MOST_ROWS.get(model.device.type, MOST_ROWS["cpu"])
-
-
 def free_memory(device: torch.device) -> int:
     """Returns the bytes that this process may still allocate."""
     if device.type == "cuda":
@@ -202,6 +108,7 @@ def free_memory(device: torch.device) -> int:
     return int(free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+@cache
 def total_memory() -> int:
     """Returns this process's share of the machine's memory, or of the container's limit."""
     total = min(psutil.virtual_memory().total, _limit_of_cgroup())

@@ -1,28 +1,121 @@
-"""Runs computations over rollouts in micro-batches that fit into memory."""
+"""Runs computations over rollouts in micro-batches, which are halved when memory runs out."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import TrainingError, first_line
 from grpo_cli.models import attention
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.attention import UnsupportedModelError
-from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_fit
+from grpo_cli.models.memory import (
+    SMALLEST,
+    bytes_to_come,
+    is_out_of_memory,
+    release,
+    tokens_that_fit,
+)
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
-from grpo_cli.records import Completion, Prompt, R, Rollout, WeightedSample
+from grpo_cli.models.vision import VisionProcessor, parameters_of_images
+from grpo_cli.records import Completion, Prompt, R, Rollout, WeightedSample, has_images
 
 T = TypeVar("T")
+
+
+class MicroBatchBudget:
+    """The number of tokens per micro-batch, including padding, on this process."""
+
+    def __init__(
+        self, tokens: int | None, say: Callable[[str], None], *, runs_in_lockstep: bool = False
+    ) -> None:
+        """Starts with a known or unknown number of tokens.
+
+        Args:
+            tokens: None if it must be measured.
+            say: prints a line when memory runs out.
+            runs_in_lockstep: passes are collective, so that no process can repeat one alone.
+        """
+        self.tokens = tokens
+        self.counts_images = tokens is not None  # True: a given number is not measured again
+        self.say = say
+        self.runs_in_lockstep = runs_in_lockstep
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {"micro_batch_tokens": self.tokens, "counts_images": self.counts_images}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state`."""
+        self.tokens, self.counts_images = state["micro_batch_tokens"], state["counts_images"]
+
+    def take_measured(self, tokens: int, *, with_images: bool) -> None:
+        """Sets the measured number of tokens, or lowers it if images need more memory."""
+        before, self.counts_images = self.tokens, with_images
+        self.tokens = tokens if before is None else min(before, tokens)
+        if before is not None and self.tokens < before:
+            self.say(
+                f"note: micro-batches of {self.tokens:,} tokens from now on, not {before:,}: the "
+                "first images take more memory than texts"
+            )
+
+    def with_oom_retry(
+        self,
+        work: Callable[[int], T],
+        lengths: Sequence[int],
+        undo: Callable[[], None],
+        total: int | None = None,
+    ) -> T:
+        """Returns `work(tokens)`; retries with half the tokens when memory runs out.
+
+        Args:
+            lengths: tokens of each row; a micro-batch has at least one row.
+            undo: reverts the effects of a failed attempt.
+            total: tokens of all rows together, if rows share some.
+
+        Raises:
+            TrainingError: a single row does not fit.
+        """
+        while True:
+            tokens = SMALLEST if self.tokens is None else self.tokens
+            try:
+                return work(tokens)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = first_line(error)
+            # After the except block: the traceback, whose frames held memory, has been freed.
+            undo()
+            release()
+            if tokens <= max(lengths, default=0):  # without rows only dummies are computed
+                raise TrainingError(
+                    f"out of memory with a completion of {max(lengths):,} tokens, prompt included: "
+                    "use model.gradient_checkpointing=true, mixed_precision=bf16 or a smaller "
+                    f"generation.max_completion_tokens. ({reason})",
+                    alone=True,
+                )
+            if self.runs_in_lockstep:
+                raise TrainingError(
+                    f"out of memory with micro-batches of {tokens:,} tokens; processes that share "
+                    "a model cannot repeat one by themselves: resume with resume=auto "
+                    f"update.tokens_per_micro_batch={tokens // 2}. ({reason})",
+                    alone=True,
+                )
+            # At most half of all tokens; half of a larger budget would fail again.
+            self.tokens = max(min(tokens, sum(lengths) if total is None else total) // 2, 1)
+            self.say(
+                f"note: out of memory: micro-batches of {self.tokens:,} tokens from now on; the "
+                "batch is done again, and comes out the same"
+            )
 
 
 class MicroBatcher:

@@ -18,17 +18,17 @@ an input but not a target: place 3 and target a1 are omitted, and T = 8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli.models import vision
 from grpo_cli.models.attention import Layout, Prefix
-from grpo_cli.models.vision import PositionIds
 from grpo_cli.records import Prompt, Rollout, on_device
 
 
@@ -90,7 +90,7 @@ def pack(
         predictors=as_places([p for row in predictors for p in row], device),
         targets=targets(rollouts, device),
         arguments={"position_ids": position_ids.tensor(device)}
-        | vision.image_arguments(prompts, input_ids, model, packed=True),
+        | image_arguments(prompts, input_ids, model, packed=True),
     )
 
 
@@ -124,7 +124,7 @@ def pad(
         layout=None,
         predictors=as_places(predictors, device),
         targets=targets(rollouts, device),
-        arguments=vision.padded_arguments(prompts, ids, mask, model),
+        arguments=padded_arguments(prompts, ids, mask, model),
     )
 
 
@@ -232,3 +232,127 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
     """Right-pads B lists of ids with zeros; returns (ids [B, T], attention mask [B, T])."""
     ids, mask = (t.flip(-1) for t in pad_left([row[::-1] for row in rows], device))
     return ids, mask
+
+
+def has_three_axes(model: PreTrainedModel | None) -> bool:
+    """Returns whether a model's image tokens have positions on three axes (M-RoPE)."""
+    return model is not None and hasattr(model.base_model, "get_rope_index")
+
+
+def positions_of(model: PreTrainedModel | None, prompt: Prompt) -> tuple[Tensor, int]:
+    """Returns the positions of a prompt's tokens, and of the token after them.
+
+    Returns:
+        (positions [A, P], position of the completion's first token). A is 3 for images in a model
+        with M-RoPE (Qwen2-VL, arXiv 2409.12191), where an image of 16 tokens in a grid of 4 x 4
+        takes the positions 0 to 3 on each spatial axis. Otherwise A is 1.
+    """
+    length = len(prompt.ids)
+    if model is None or not prompt.images or not has_three_axes(model):
+        return torch.arange(length)[None], length
+    index: Any = model.base_model.get_rope_index
+    assert prompt.vision is not None
+    given: dict[str, Any] = {**prompt.vision.inputs(prompt.images)}
+    given["mm_token_type_ids"] = torch.tensor([prompt.vision.type_ids(prompt.ids)])
+    taken = {n: given[n] for n in signature(index).parameters if n in given}
+    positions, delta = index(torch.tensor([prompt.ids]), **taken)
+    return positions[-3:, 0], length + int(delta.flatten()[0])
+
+
+def _concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Concatenates tensors along an axis, zero-padded to the largest size on the other axes."""
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in parts), strict=True)]
+    padded = []
+    for t in parts:
+        size = [n if i == axis else largest[i] for i, n in enumerate(t.shape)]
+        if list(t.shape) != size:
+            whole = t.new_zeros(size)
+            whole[tuple(slice(n) for n in t.shape)] = t
+            t = whole
+        padded.append(t)
+    return torch.cat(padded, axis)
+
+
+class PositionIds:
+    """Collects the positions of tokens in one row: on one axis, or on three with M-RoPE."""
+
+    def __init__(self) -> None:
+        self.axes: list[list[int]] = [[]]
+
+    def add(self, positions: Iterable[int]) -> None:
+        """Adds tokens whose positions are the same on all axes."""
+        first, *others = self.axes
+        before = len(first)
+        first.extend(positions)
+        for axis in others:
+            axis.extend(first[before:])
+
+    def add_prompt(self, prompt: Prompt, model: PreTrainedModel | None, known: int = 0) -> int:
+        """Adds a prompt except its first `known` tokens; returns the position after it."""
+        if not prompt.images:
+            self.add(range(known, len(prompt.ids)))
+            return len(prompt.ids)
+        positions, after = positions_of(model, prompt)
+        positions = positions[:, known:]
+        if known and len(self.axes) == 1 and bool((positions == positions[0]).all()):
+            positions = positions[:1]  # the rest is only text
+        if len(positions) == 1:
+            self.add(positions[0].tolist())
+            return after
+        while len(self.axes) < len(positions):
+            self.axes.append(list(self.axes[0]))
+        for axis, values in zip(self.axes, positions.tolist(), strict=True):
+            axis.extend(values)
+        return after
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Returns the positions as a model input, [1, N] or [3, 1, N]."""
+        positions = on_device(torch.tensor(self.axes), device)
+        return positions if len(positions) == 1 else positions[:, None]
+
+
+def image_arguments(
+    prompts: Sequence[Prompt], ids: Tensor, model: PreTrainedModel | None, *, packed: bool
+) -> dict[str, Tensor]:
+    """Returns a model's keyword arguments for the images of prompts; {} without images.
+
+    Args:
+        prompts: all in one row, each once, if `packed`; else each is a row.
+        ids: [R, W], all tokens of the rows.
+    """
+    vision = next((p.vision for p in prompts if p.images), None)
+    if vision is None:
+        return {}
+    assert model is not None, "prompts with images need a model"
+    made = [p.vision.inputs(p.images) if p.vision and p.images else {} for p in prompts]
+    given: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for of_prompt in made for name in of_prompt):
+        parts = [of_prompt.get(name) for of_prompt in made]
+        by_row = name in vision.by_row
+        if by_row and not packed:  # rows with fewer images are padded with zero images
+            like = next(t for t in parts if t is not None)
+            parts = [like[:, :0] if t is None else t for t in parts]
+        axis = 1 if by_row and packed else 0
+        joined = _concatenated([t for t in parts if t is not None], axis).to(ids.device)
+        given[name] = joined.to(model.dtype) if joined.is_floating_point() else joined
+    if vision.type_name is not None:
+        types = torch.tensor([vision.type_ids(row) for row in ids.tolist()], device=ids.device)
+        given[vision.type_name] = types
+    return given
+
+
+def padded_arguments(
+    prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, model: PreTrainedModel | None
+) -> dict[str, Tensor]:
+    """Returns a model's keyword arguments for positions and images of padded rows.
+
+    A model with M-RoPE gets no positions with images, since it computes them itself.
+
+    Args:
+        prompts: the rows' prompts. ids: [B, W], with padding. mask: [B, W] 1 on real tokens.
+    """
+    images = image_arguments(prompts, ids, model, packed=False)
+    if images and has_three_axes(model):
+        return images
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0 on left padding
+    return {"position_ids": positions} | images

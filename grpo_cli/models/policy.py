@@ -12,18 +12,16 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.fsdp import norm_of
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
-from grpo_cli.models import adapters, loading, optimizers
+from grpo_cli.models import adapters, flops, loading, optimizers
 from grpo_cli.models.loading import LoadedModel
-from grpo_cli.models.memory import MicroBatchBudget
-from grpo_cli.models.micro_batches import MicroBatcher
+from grpo_cli.models.micro_batches import MicroBatchBudget, MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient
-from grpo_cli.models.vision import has_images
-from grpo_cli.records import Prompt
+from grpo_cli.records import Prompt, has_images
 
 COMPILE_BACKEND = "inductor"  # torch.compile's backend; the others generate no code
 
@@ -36,6 +34,7 @@ class Policy:
         reference: the reference policy; None without a KL term.
         scaler: loss scale, with mixed_precision=fp16.
         router_coef: weight of the load-balancing loss of experts.
+        peak_flops: peak FLOP/s of the device in the dtype of the computation; NaN if unknown.
     """
 
     def __init__(
@@ -56,6 +55,8 @@ class Policy:
         self.logprobs, self.reference = logprobs, reference
         self.optimizer, self.scaler = optimizer, workers.grad_scaler()
         self.workers, self.router_coef = workers, router_coef
+        dtype = workers.half_type or self.model.dtype
+        self.peak_flops = flops.peak_flops(workers.device, dtype)
         if router_coef:
             logprobs.routers = RouterRecorder(self.model)
         self.micro_batches = MicroBatcher(

@@ -22,7 +22,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
@@ -38,12 +38,11 @@ from grpo_cli.models.families import (
     is_recurrent,
     without_router_logits,
 )
-from grpo_cli.models.loading import inference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
-from grpo_cli.models.vision import has_images, takes_images
-from grpo_cli.records import Completion, Rollout
+from grpo_cli.models.vision import takes_images
+from grpo_cli.records import Completion, Rollout, has_images
 
 CHECKED_ROLLOUTS = 4  # rollouts in the check against the simplest mode
 CHECKED_TOKENS = 64  # maximum tokens of a prompt, and of a completion, in that check
@@ -98,6 +97,10 @@ class PolicyLogprobs:
         self.agree_on = agree_on
         self.routers: RouterRecorder | None = None  # set for a load-balancing loss
         self.routing: Routing | None = None  # routing of the last rollouts, with `routers`
+        self.constant: dict[str, Any] = {
+            "use_cache": False,
+            **without_router_logits(model),
+        }
         self.is_recurrent = is_recurrent(model)
         if packed and self.is_recurrent:
             packed = False
@@ -318,7 +321,7 @@ class PolicyLogprobs:
     def _chunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        output = self.model.base_model(**arguments_of(self.model, inputs))
+        output = self.model.base_model(**self._arguments(inputs))
         hidden = output.last_hidden_state.flatten(0, 1)
         return linear_logprobs(
             hidden[inputs.predictors],  # [T, H]
@@ -329,10 +332,19 @@ class PolicyLogprobs:
             entropy_gradient=entropy_gradient,
         )
 
+    def _arguments(self, inputs: packing.Inputs) -> dict[str, Any]:
+        """Returns the arguments of the model's forward."""
+        shared: dict[str, Any] = self.constant | inputs.arguments
+        shared |= {"input_ids": inputs.input_ids}
+        if inputs.layout is None:
+            return shared | {"attention_mask": inputs.attention_mask}
+        mask = attention.no_mask(inputs.input_ids.device)
+        return shared | {"attention_mask": mask, "attending": inputs.layout}
+
     def _unchunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        predictors, arguments = inputs.predictors, arguments_of(self.model, inputs)
+        predictors, arguments = inputs.predictors, self._arguments(inputs)
         if inputs.layout is not None:
             logits = self.model(**arguments, logits_to_keep=predictors).logits[0]  # [T, V]
         else:
@@ -378,20 +390,6 @@ def compile_layers(model: PreTrainedModel, compiled: bool, backend: str) -> None
             )
 
 
-def arguments_of(model: PreTrainedModel, inputs: packing.Inputs) -> dict[str, Any]:
-    """Returns the arguments of the model's forward."""
-    shared: dict[str, Any] = {
-        "input_ids": inputs.input_ids,
-        "use_cache": False,
-        **inputs.arguments,
-        **without_router_logits(model),
-    }
-    if inputs.layout is None:
-        return shared | {"attention_mask": inputs.attention_mask}
-    mask = attention.no_mask(inputs.input_ids.device)
-    return shared | {"attention_mask": mask, "attending": inputs.layout}
-
-
 def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Selects and shortens rollouts for a check: the two longest of each of two prompts."""
     # Prompts with images come first, since they are more likely to reveal errors.
@@ -422,3 +420,15 @@ def explained() -> Iterator[None]:
         cause = getattr(error, "inner_exception", error)  # the backend's own exception
         said = f"torch.compile fails: {first_line(cause)}"
         raise attention.UnsupportedModelError(said) from error
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Disables gradients and dropout within the context, then restores the module's mode."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

@@ -29,8 +29,9 @@ from grpo_cli.config.cache import cache_dir
 from grpo_cli.data import conversations
 from grpo_cli.images import StoredImage
 from grpo_cli.models import tiny_vision
+from grpo_cli.models.packing import image_arguments
 from grpo_cli.models.settings import BUILT_CONTEXT, Build
-from grpo_cli.models.vision import VisionProcessor, image_arguments
+from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 

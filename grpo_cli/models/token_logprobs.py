@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from grpo_cli.models.families import logit_scale, logit_softcap
+from grpo_cli.models.families import LOGIT_DIVISOR, LOGIT_SCALES, LOGIT_SOFTCAPS
 from grpo_cli.models.output_head import Float32Linear
 
 CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits: 110 tokens with V = 151,936
@@ -80,6 +80,23 @@ class Head:
         config = model.config.get_text_config(decoder=True)
         scale, softcap = logit_scale(config), logit_softcap(config)
         return cls(layer.weight, layer.bias, scale, softcap, in_float32)
+
+
+def logit_scale(config: PretrainedConfig) -> float:
+    """Returns the factor of the output layer's product; 1.0 for most families."""
+    scale = _first(config, LOGIT_SCALES) or 1.0
+    divisor = _first(config, (LOGIT_DIVISOR,)) or 1.0
+    return scale * divisor if config.model_type == "hyperclovax" else scale / divisor
+
+
+def logit_softcap(config: PretrainedConfig) -> float | None:
+    """Returns c if logits are c · tanh(x / c), and None if they are not capped."""
+    return _first(config, LOGIT_SOFTCAPS)
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((float(value) for value in values if value is not None), None)
 
 
 def linear_logprobs(

@@ -1,4 +1,4 @@
-r"""Processors of vision-language models: turn prompts with images into token ids and model inputs.
+r"""Processors of vision-language models: turn prompts with images into token ids and tensors.
 
 A prompt's ids already contain the tokens of its images, as the model's processor expands them:
 
@@ -30,7 +30,7 @@ from transformers.utils.hub import cached_file
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError, StoredImage
-from grpo_cli.records import Prompt, on_device
+from grpo_cli.records import Prompt
 
 KEPT_BYTES = 2**30  # size of the cache of model inputs, so that a step processes images once
 PROBE = 64  # side, in pixels, of images for testing a processor
@@ -360,138 +360,9 @@ def of_entry(entry: Mapping[str, Any], ids: list[int], vision: VisionProcessor |
     return Prompt(entry["row"], ids, "", {}, images, vision if images else None)
 
 
-def has_images(prompts: Iterable[Prompt]) -> bool:
-    """Returns whether any prompt has images."""
-    return any(prompt.images for prompt in prompts)
-
-
 def parameters_of_images(model: PreTrainedModel) -> list[nn.Parameter]:
     """Returns the parameters outside the decoder and head, which text-only rows do not use."""
     head = model.get_output_embeddings()
     of_text = [*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())]
     others = {id(p) for p in of_text}
     return [p for p in model.parameters() if id(p) not in others]
-
-
-def has_three_axes(model: PreTrainedModel | None) -> bool:
-    """Returns whether a model's image tokens have positions on three axes (M-RoPE)."""
-    return model is not None and hasattr(model.base_model, "get_rope_index")
-
-
-def positions_of(model: PreTrainedModel | None, prompt: Prompt) -> tuple[Tensor, int]:
-    """Returns the positions of a prompt's tokens, and of the token after them.
-
-    Returns:
-        (positions [A, P], position of the completion's first token). A is 3 for images in a model
-        with M-RoPE (Qwen2-VL, arXiv 2409.12191), where an image of 16 tokens in a grid of 4 x 4
-        takes the positions 0 to 3 on each spatial axis. Otherwise A is 1.
-    """
-    length = len(prompt.ids)
-    if model is None or not prompt.images or not has_three_axes(model):
-        return torch.arange(length)[None], length
-    index: Any = model.base_model.get_rope_index
-    assert prompt.vision is not None
-    given: dict[str, Any] = {**prompt.vision.inputs(prompt.images)}
-    given["mm_token_type_ids"] = torch.tensor([prompt.vision.type_ids(prompt.ids)])
-    taken = {n: given[n] for n in signature(index).parameters if n in given}
-    positions, delta = index(torch.tensor([prompt.ids]), **taken)
-    return positions[-3:, 0], length + int(delta.flatten()[0])
-
-
-def _concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenates tensors along an axis, zero-padded to the largest size on the other axes."""
-    largest = [max(sizes) for sizes in zip(*(t.shape for t in parts), strict=True)]
-    padded = []
-    for t in parts:
-        size = [n if i == axis else largest[i] for i, n in enumerate(t.shape)]
-        if list(t.shape) != size:
-            whole = t.new_zeros(size)
-            whole[tuple(slice(n) for n in t.shape)] = t
-            t = whole
-        padded.append(t)
-    return torch.cat(padded, axis)
-
-
-class PositionIds:
-    """Collects the positions of tokens in one row: on one axis, or on three with M-RoPE."""
-
-    def __init__(self) -> None:
-        self.axes: list[list[int]] = [[]]
-
-    def add(self, positions: Iterable[int]) -> None:
-        """Adds tokens whose positions are the same on all axes."""
-        first, *others = self.axes
-        before = len(first)
-        first.extend(positions)
-        for axis in others:
-            axis.extend(first[before:])
-
-    def add_prompt(self, prompt: Prompt, model: PreTrainedModel | None, known: int = 0) -> int:
-        """Adds a prompt except its first `known` tokens; returns the position after it."""
-        if not prompt.images:
-            self.add(range(known, len(prompt.ids)))
-            return len(prompt.ids)
-        positions, after = positions_of(model, prompt)
-        positions = positions[:, known:]
-        if known and len(self.axes) == 1 and bool((positions == positions[0]).all()):
-            positions = positions[:1]  # the rest is only text
-        if len(positions) == 1:
-            self.add(positions[0].tolist())
-            return after
-        while len(self.axes) < len(positions):
-            self.axes.append(list(self.axes[0]))
-        for axis, values in zip(self.axes, positions.tolist(), strict=True):
-            axis.extend(values)
-        return after
-
-    def tensor(self, device: torch.device) -> Tensor:
-        """Returns the positions as a model input, [1, N] or [3, 1, N]."""
-        positions = on_device(torch.tensor(self.axes), device)
-        return positions if len(positions) == 1 else positions[:, None]
-
-
-def image_arguments(
-    prompts: Sequence[Prompt], ids: Tensor, model: PreTrainedModel | None, *, packed: bool
-) -> dict[str, Tensor]:
-    """Returns a model's keyword arguments for the images of prompts; {} without images.
-
-    Args:
-        prompts: all in one row, each once, if `packed`; else each is a row.
-        ids: [R, W], all tokens of the rows.
-    """
-    vision = next((p.vision for p in prompts if p.images), None)
-    if vision is None:
-        return {}
-    assert model is not None, "prompts with images need a model"
-    made = [p.vision.inputs(p.images) if p.vision and p.images else {} for p in prompts]
-    given: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for of_prompt in made for name in of_prompt):
-        parts = [of_prompt.get(name) for of_prompt in made]
-        by_row = name in vision.by_row
-        if by_row and not packed:  # rows with fewer images are padded with zero images
-            like = next(t for t in parts if t is not None)
-            parts = [like[:, :0] if t is None else t for t in parts]
-        axis = 1 if by_row and packed else 0
-        joined = _concatenated([t for t in parts if t is not None], axis).to(ids.device)
-        given[name] = joined.to(model.dtype) if joined.is_floating_point() else joined
-    if vision.type_name is not None:
-        types = torch.tensor([vision.type_ids(row) for row in ids.tolist()], device=ids.device)
-        given[vision.type_name] = types
-    return given
-
-
-def padded_arguments(
-    prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, model: PreTrainedModel | None
-) -> dict[str, Tensor]:
-    """Returns a model's keyword arguments for positions and images of padded rows.
-
-    A model with M-RoPE gets no positions with images, since it computes them itself.
-
-    Args:
-        prompts: the rows' prompts. ids: [B, W], with padding. mask: [B, W] 1 on real tokens.
-    """
-    images = image_arguments(prompts, ids, model, packed=False)
-    if images and has_three_axes(model):
-        return images
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0 on left padding
-    return {"position_ids": positions} | images

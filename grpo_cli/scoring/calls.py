@@ -21,12 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.data.stored_completions import Sample
-from grpo_cli.scoring.bound_reward import BoundReward
-from grpo_cli.scoring.guards import blame, contained, no_exit
-from grpo_cli.scoring.pool import Call, CallResult, Pool
-from grpo_cli.scoring.pool_worker import recorders, with_opened
+from grpo_cli.scoring.bound_reward import BoundReward, TrainerState
+from grpo_cli.scoring.guards import CallResult, blame, contained, no_exit, recorders, with_opened
+from grpo_cli.scoring.pool import Call, Pool
 from grpo_cli.scoring.processes import overrun
-from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.settings import Scoring
 
 CACHE_SIZE = 100_000  # results kept for repeated completions

@@ -1,4 +1,4 @@
-"""Guards the run against user functions that fork it, end it or close its files.
+"""Calls users' functions, and guards the run against those that fork it, end it or close its files.
 
 It also describes their errors. Worker processes import this module, so it imports almost nothing.
 """
@@ -8,9 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import traceback
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from grpo_cli.errors import SignalReceived
+from grpo_cli.images import opened
 
 _guarded = threading.local()  # .pid: process id, while this thread calls a user's function
 _exit = os._exit
@@ -98,3 +103,67 @@ def blame(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return described(error) + place
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The result of a call. Failures are not raised: `error` describes them."""
+
+    values: Any = None  # return value of the function
+    metrics: Sequence[tuple[str, float]] = ()  # calls of log_metric
+    extras: Sequence[tuple[str, list[Any]]] = ()  # calls of log_extra
+    seconds: float = 0.0
+    error: str | None = None
+    timed_out: bool = False
+
+
+def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResult:
+    """Calls a function with keyword arguments; exceptions become `CallResult.error`."""
+    metrics, extras = recorders(arguments)
+    start = time.perf_counter()
+    try:
+        with no_second_run():
+            values, error = with_opened(function, arguments), None
+    except (KeyboardInterrupt, SignalReceived):
+        raise
+    except BaseException as raised:  # user functions may raise anything
+        values, error = None, blame(raised)
+    return CallResult(values, metrics, extras, time.perf_counter() - start, error)
+
+
+def with_opened(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Calls a function with its images opened; they are sent encoded, for it alone to decode."""
+    return function(**opened(arguments))
+
+
+def recorders(
+    arguments: dict[str, Any],
+) -> tuple[list[tuple[str, float]], list[tuple[str, list[Any]]]]:
+    """Sets the arguments log_metric and log_extra; returns the lists that they append to."""
+    metrics: list[tuple[str, float]] = []
+    extras: list[tuple[str, list[Any]]] = []
+    if "log_metric" in arguments:
+        arguments["log_metric"] = lambda name, value: metrics.append((str(name), float(value)))
+    if "log_extra" in arguments:
+        arguments["log_extra"] = lambda column, values: extras.append(
+            (str(column), [to_builtin(value) for value in values])
+        )
+    return metrics, extras
+
+
+def to_builtin(value: Any) -> Any:
+    """Converts a value to JSON types: tensors, arrays and sets to lists, other objects to str.
+
+    Objects are not stored or sent, since they may hold GPU memory or fail to pickle.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)
+    if isinstance(value, (list, tuple)):
+        return [to_builtin(inner) for inner in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_builtin(inner) for key, inner in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grpo_cli.scoring.guards import CallResult
 from grpo_cli.scoring.processes import Worker, WorkerProcesses, overrun
 
 
@@ -23,18 +24,6 @@ class Call:
     path: str  # module:function
     arguments: Mapping[str, Any]
     seconds: float  # deadline, counted from when a worker takes the call
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """The result of a call. Failures are not raised: `error` describes them."""
-
-    values: Any = None  # return value of the function
-    metrics: Sequence[tuple[str, float]] = ()  # calls of log_metric
-    extras: Sequence[tuple[str, list[Any]]] = ()  # calls of log_extra
-    seconds: float = 0.0
-    error: str | None = None
-    timed_out: bool = False
 
 
 @dataclass(eq=False)

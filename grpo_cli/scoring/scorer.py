@@ -18,11 +18,10 @@ from grpo_cli.data.rows import Rows, check_columns
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.scoring.bound_reward import BoundReward, bind_reward
+from grpo_cli.scoring.bound_reward import BoundReward, Signature, TrainerState, bind_reward
 from grpo_cli.scoring.calls import RewardExecutor
-from grpo_cli.scoring.guards import keeps_files_open
-from grpo_cli.scoring.pool import CallResult
-from grpo_cli.scoring.registry import Signature, TrainerState, resolve
+from grpo_cli.scoring.guards import CallResult, keeps_files_open
+from grpo_cli.scoring.registry import resolve
 from grpo_cli.scoring.settings import Reward, Scoring
 from grpo_cli.scoring.step_rewards import by_tokens, check_steps
 
@@ -91,7 +90,7 @@ class Scorer:
         self.descriptions = [*self._described()]  # one sentence per function that has a description
 
     def takes(self, name: str) -> bool:
-        """Returns whether any function is called with this argument of `registry.STANDARD`."""
+        """Returns whether any function is called with this argument of `bound_reward.STANDARD`."""
         return any(reward.takes(name) for reward in self.rewards.values())
 
     def begin(self, state: TrainerState | None = None) -> ScoringSession:

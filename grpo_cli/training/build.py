@@ -17,8 +17,7 @@ from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import parsing, saved_recipe
 from grpo_cli.config.notices import notices
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.distributed.interrupts import Interrupts
-from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
+from grpo_cli.distributed.stop_signal import Interrupts, StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, counted
 from grpo_cli.evaluation.evaluator import Evaluator
@@ -30,8 +29,8 @@ from grpo_cli.models.routers import has_balancing_loss
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
+from grpo_cli.reporting.progress import write_text
 from grpo_cli.reporting.reporter import Reporter
-from grpo_cli.reporting.status import write_text
 from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Loaded
 from grpo_cli.training.inputs import (

@@ -25,7 +25,7 @@ from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.prompts import PromptStream
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.files import read_yaml

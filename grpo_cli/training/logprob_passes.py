@@ -17,8 +17,7 @@ from grpo_cli.algorithm.variants import knob_values, traits_of
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.families import num_experts
-from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, inference
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import R, Rollout, TrainingSample, WeightedSample
 from grpo_cli.training.run import Run

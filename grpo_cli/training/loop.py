@@ -37,17 +37,15 @@ from grpo_cli.algorithm.loss import (
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.metric_sums import MetricSums
 from grpo_cli.algorithm.variants import traits_of
-from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import TrainingGroup, TrainingSample, WeightedSample, regrouped
 from grpo_cli.training import ending, logprob_passes, resume
-from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
 from grpo_cli.training.rollouts.credit import subtract_kl, weigh_samples, with_advantages
-from grpo_cli.training.run import Run
-from grpo_cli.training.step import Step, steps
+from grpo_cli.training.run import Run, StepBatch
+from grpo_cli.training.step import Step, learning_rate, steps
 
 
 def train(run: Run) -> None:

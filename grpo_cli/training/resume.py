@@ -16,7 +16,7 @@ import torch
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.advantages import settle
-from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
+from grpo_cli.algorithm.loss import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, provenance, retention, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe, sources
@@ -27,7 +27,6 @@ from grpo_cli.files import LONGEST, read_text, read_yaml
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
-from grpo_cli.training.recovery import StepProgress
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
     digest,
@@ -37,7 +36,7 @@ from grpo_cli.training.rollouts.stored_groups import (
     step_fingerprint,
     to_entries,
 )
-from grpo_cli.training.run import Run, State
+from grpo_cli.training.run import Run, State, StepProgress
 
 NOT_STORED = ("since", "log_history")  # fields of a run's state: a clock, and a text of its own
 FORMAT = 2  # version of what `state_of` returns; a checkpoint with another one is not resumed
@@ -56,7 +55,7 @@ def save(run: Run, *, wait: bool = True) -> None:
 
 
 def save_interrupted(run: Run) -> None:
-    """Saves a run whose step was interrupted, at its last complete point (`recovery.py`).
+    """Saves a run whose step was interrupted, at its last complete point (`Recovery`).
 
     `run.recovery.interrupted` is the checkpoint; None if there is nothing new to save.
     """

@@ -11,19 +11,19 @@ from grpo_cli.algorithm.loss import SAMPLER_GAP, STALENESS, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step
+from grpo_cli.config.schedules import at_step, between
 from grpo_cli.data.prompts import MixtureStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.generation.settings import Generation
-from grpo_cli.models.flops import peak_flops
+from grpo_cli.models.settings import Optimizer
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
-from grpo_cli.training.recovery import StepBatch, StepProgress
-from grpo_cli.training.run import Run
+from grpo_cli.training.run import Run, StepBatch, StepProgress
 
 ENTROPY_EVERY = 10  # steps; the metric costs a softmax over the vocabulary
+DECAY_SHARE = 0.1  # of a run's steps, at its end, in wsd (MiniCPM, arXiv 2404.06395, section 4)
 
 
 @dataclass
@@ -190,22 +190,22 @@ def steps(run: Run) -> Iterator[Step]:
 
 def begin(run: Run) -> Step:
     """Begins the run's next step, or resumes an interrupted one."""
-    recipe, metrics = at_step(run.recipe, run.state.step)
+    recipe, metrics = run.recipe, dict[str, float]()
+    if recipe.schedules:
+        recipe, metrics = at_step(recipe, run.state.step)
     clock = make_clock(run)
     heartbeat.at("generate", run.state.step + 1)
     run.interrupts.begin_step()
     run.recovery.begin_step(run.queue)
     progress = run.recovery.progress
     batch = progress.batch if progress else None
-    return Step(run, run.state.step, recipe, clock, dict(metrics), batch)
+    return Step(run, run.state.step, recipe, clock, metrics, batch)
 
 
 def make_clock(run: Run) -> Clock:
     """Returns the clock of a new step."""
     stages = possible_stages(run.recipe, run.policy.reference is not None, run.workers.size)
-    dtype = run.workers.half_type or run.policy.model.dtype
-    peak = peak_flops(run.workers.device, dtype)
-    return Clock(run.workers.device, stages, peak, meter=run.reporter.meter)
+    return Clock(run.workers.device, stages, run.policy.peak_flops, meter=run.reporter.meter)
 
 
 def check_sampler(config: Generation, gap: float, step: int) -> None:
@@ -229,3 +229,21 @@ def check_sampler(config: Generation, gap: float, step: int) -> None:
             f"{gap:.3g} in the mean, more than generation.max_logp_difference = {limit:g}; "
             f"stopped before the optimizer step.{cause}"
         )
+
+
+def learning_rate(config: Optimizer, step: int, steps: int) -> float:
+    """Returns a step's learning rate: linear warm-up, then the schedule.
+
+    Args:
+        step: counted from 0. steps: the run's number of steps.
+    """
+    begin = config.warmup_steps
+    if step < begin:
+        return config.learning_rate * (step + 1) / begin
+    if config.schedule == "wsd":
+        begin = max(begin, steps - math.ceil(DECAY_SHARE * steps))
+    if config.schedule == "constant" or step < begin:
+        return config.learning_rate
+    done = (step - begin) / max(1, steps - begin)  # in [0, 1)
+    shape = "cosine" if config.schedule == "cosine" else "linear"
+    return between(config.learning_rate, config.min_learning_rate, done, shape)

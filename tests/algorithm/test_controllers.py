@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
+from grpo_cli.algorithm.loss import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.algorithm.settings import Loss
 
 

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from grpo_cli.algorithm.corrections import (
-    MODES,
+from grpo_cli.algorithm.loss import (
+    CORRECTIONS,
     bounded,
     effective_share,
     log_correction,
@@ -27,13 +27,13 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CORRECTIONS)
 def test_sampling_ratio_by_hand(mode: str) -> None:
     expected = torch.tensor(LEVELS[mode.rpartition("_")[0]], dtype=torch.float32)
     torch.testing.assert_close(sampling_ratio(OLD, SAMPLED, MASK, mode), expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CORRECTIONS)
 def test_sampling_ratio_stays_finite(mode: str) -> None:
     old = torch.tensor([[-1.0, -1.0], [-900.0, -900.0]])
     sampled = torch.tensor([[-900.0, -math.inf], [-1.0, -1.0]])

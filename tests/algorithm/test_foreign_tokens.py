@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.batch import collate
-from grpo_cli.algorithm.corrections import MODES
-from grpo_cli.algorithm.loss import Coefficients, LossOutput, grpo_loss
-from grpo_cli.algorithm.normalization import WEIGHTS
+from grpo_cli.algorithm.batch import WEIGHTS, collate
+from grpo_cli.algorithm.loss import CORRECTIONS, Coefficients, LossOutput, grpo_loss
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
@@ -116,7 +114,7 @@ BONUS: list[dict[str, Any]] = [{"entropy_coef": 0.1}, {"off_policy_mask": 0.01}]
 
 def configs(file: Path) -> Iterator[Loss]:
     """Yields a loss with every normalisation, correction and place of the KL, and its bonus."""
-    for normalize, correction, kl in product(WEIGHTS, ("none", *MODES), KL):
+    for normalize, correction, kl in product(WEIGHTS, ("none", *CORRECTIONS), KL):
         of_correction = {"sampling_correction": correction}
         if correction != "none":
             of_correction["sampling_cap"] = 1.3  # type: ignore[assignment]

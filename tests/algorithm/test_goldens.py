@@ -15,10 +15,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from grpo_cli.algorithm.batch import Batch
-from grpo_cli.algorithm.controllers import AdaptiveEntropyBonus
-from grpo_cli.algorithm.loss import Coefficients, grpo_loss
-from grpo_cli.algorithm.normalization import token_weight
+from grpo_cli.algorithm.batch import Batch, token_weight
+from grpo_cli.algorithm.loss import AdaptiveEntropyBonus, Coefficients, grpo_loss
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.token_selection import entropy_threshold
 from grpo_cli.algorithm.variants import POLICY, own_arguments

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.kl import ESTIMATORS
+from grpo_cli.algorithm.loss import ESTIMATORS
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 
 from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.arguments import readers_of
-from grpo_cli.algorithm.batch import Batch, collate, pad_right
-from grpo_cli.algorithm.corrections import MODES
+from grpo_cli.algorithm.batch import Batch, collate, pad_right, token_weight
 from grpo_cli.algorithm.loss import (
+    CORRECTIONS,
     TRAINED_ENTROPY,
     Coefficients,
     LossOutput,
@@ -33,7 +33,6 @@ from grpo_cli.algorithm.loss import (
 )
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.metric_sums import MetricSums
-from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.recipe import Recipe
@@ -169,7 +168,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"top_entropy": 0.4, "entropy_coef": 0.03},
     *(
         {"sampling_correction": mode, "sampling_cap": cap, "sampling_floor": floor}
-        for mode in MODES
+        for mode in CORRECTIONS
         for cap, floor in ((1.1, None), (1.3, 0.9))
     ),
     {"off_policy_mask": 0.1},
@@ -189,7 +188,7 @@ CHOICES: dict[str, list[Any]] = {
     "kl_bias_correction": [False, True],
     "entropy_coef": [0.0, 0.02],
     "top_entropy": [1.0, 0.5],
-    "sampling_correction": [*MODES],
+    "sampling_correction": [*CORRECTIONS],
     "sampling_cap": [1.2, 3.0],
     "sampling_floor": [None, 0.8],
     "off_policy_mask": [None, 0.1],

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.corrections import MODES
-from grpo_cli.algorithm.kl import ESTIMATORS
+from grpo_cli.algorithm.batch import WEIGHTS
+from grpo_cli.algorithm.loss import CORRECTIONS, ESTIMATORS
 from grpo_cli.algorithm.losses import (
     POLICY,
     cispo,
@@ -27,7 +27,6 @@ from grpo_cli.algorithm.losses import (
     vespo,
     vespo_weight,
 )
-from grpo_cli.algorithm.normalization import WEIGHTS
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import own_arguments, parameters
 from grpo_cli.config.knob import flags_of
@@ -277,7 +276,7 @@ def test_kl_cov_by_hand() -> None:
     [
         ("normalize", set(WEIGHTS)),
         ("kl_estimator", set(ESTIMATORS)),
-        ("sampling_correction", {"none", *MODES}),
+        ("sampling_correction", {"none", *CORRECTIONS}),
     ],
 )
 def test_every_choice_exists_and_all_there_is_can_be_chosen(knob: str, table: set[str]) -> None:

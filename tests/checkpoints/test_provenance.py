@@ -28,6 +28,7 @@ from grpo_cli.evaluation.knobs import OF_TRAINING, without_unread_data
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.files import read_yaml
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.bound_reward import Signature
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training import build, prepare
 from tests.tables import rows_of
@@ -146,7 +147,7 @@ def test_numbers_and_choices_need_no_trust(tmp_path: Path) -> None:
 def test_arguments_of_the_shipped_rewards(tmp_path: Path) -> None:
     (tmp_path / "private.json").write_text("{}")
     for name in registry.shipped():
-        signature = registry.Signature.of(registry.resolve(name))
+        signature = Signature.of(registry.resolve(name))
         for argument in signature.named:
             key = f"reward.{name}.args.{argument}"
             for value in HOSTILE[1:]:

@@ -7,9 +7,10 @@ from grpo_cli.algorithm.settings import Loss
 from grpo_cli.config.knob import value_at
 from grpo_cli.config.parsing import SCHEDULABLE
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import Schedule, at_step, between, learning_rate, scheduled_value
+from grpo_cli.config.schedules import Schedule, at_step, between, scheduled_value
 from grpo_cli.generation.settings import Generation
 from grpo_cli.models.settings import Optimizer
+from grpo_cli.training.step import learning_rate
 
 
 def rates(steps: int, **settings: object) -> list[float]:

@@ -8,7 +8,8 @@ from grpo_cli.evaluation import majority
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count, count_in_pool
 from grpo_cli.rewards.math import final_answer, math, same_answer
 from grpo_cli.scoring.calls import RewardExecutor
-from grpo_cli.scoring.pool import Call, CallResult
+from grpo_cli.scoring.guards import CallResult
+from grpo_cli.scoring.pool import Call
 
 
 def never(one: str, other: str) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, first_line
 from grpo_cli.models import memory
+from grpo_cli.models.micro_batches import MicroBatchBudget
 from tests.training.test_train import evens
 
 CPU = torch.device("cpu")  # not conftest's: other processes import this file for its reward
@@ -117,10 +118,10 @@ def test_free_memory_of_a_container(
 def test_processes_share_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cgroup(monkeypatch, tmp_path, 9001, {})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert (memory.free_memory(CPU), memory.total_memory()) == (2250, 4500)
+    assert (memory.free_memory(CPU), memory.total_memory.__wrapped__()) == (2250, 4500)
     cgroup(monkeypatch, tmp_path, 9001, LIMIT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert (memory.free_memory(CPU), memory.total_memory()) == (1125, 2000)
+    assert (memory.free_memory(CPU), memory.total_memory.__wrapped__()) == (1125, 2000)
 
 
 def test_oom_halves_the_budget() -> None:
@@ -134,7 +135,7 @@ def test_oom_halves_the_budget() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return f"done with {tokens}"
 
-    own = memory.MicroBatchBudget(100, said.append)
+    own = MicroBatchBudget(100, said.append)
     assert own.with_oom_retry(work, [10] * 100, lambda: undone.append(len(tried))) == "done with 25"
     assert tried == [100, 50, 25]
     assert undone == [1, 2], "before each new attempt"
@@ -164,7 +165,7 @@ def test_out_of_memory_errors(error: Exception) -> None:
         raise error
 
     with pytest.raises(TrainingError) as failed:
-        memory.MicroBatchBudget(64, str).with_oom_retry(work, [7, 12, 40], lambda: None)
+        MicroBatchBudget(64, str).with_oom_retry(work, [7, 12, 40], lambda: None)
     assert tried == [64, 29], "no attempt beyond one row at a time"
     reason = first_line(error)
     assert "out of memory with a completion of 40 tokens, prompt included" in str(failed.value)
@@ -185,7 +186,7 @@ def test_other_errors_are_not_swallowed(error: Exception) -> None:
     def undo() -> None:
         raise AssertionError("nothing to take back")
 
-    own = memory.MicroBatchBudget(100, lambda text: pytest.fail(text))
+    own = MicroBatchBudget(100, lambda text: pytest.fail(text))
     with pytest.raises(type(error), match=str(error)):
         own.with_oom_retry(work, [10], undo)
     assert (tried, own.tokens) == ([100], 100)
@@ -202,7 +203,7 @@ def test_failed_attempt_frees_its_tensors() -> None:
         if tokens > 30:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    memory.MicroBatchBudget(100, str).with_oom_retry(work, [1] * 1000, lambda: None)
+    MicroBatchBudget(100, str).with_oom_retry(work, [1] * 1000, lambda: None)
     assert seen == [0, 0, 0]
 
 

@@ -27,7 +27,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.images import StoredImage
 from grpo_cli.models import loading, micro_batches, vision
 from grpo_cli.models.families import placeholder_tokens
-from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.micro_batches import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import SIMPLEST, PolicyLogprobs
 from grpo_cli.models.settings import Model
 from grpo_cli.models.vision import VisionProcessor

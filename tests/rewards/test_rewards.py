@@ -33,6 +33,7 @@ from grpo_cli.rewards.soft_overlong import soft_overlong
 from grpo_cli.rewards.tag_count import tag_count
 from grpo_cli.rewards.think_format import think_format
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.bound_reward import Signature
 from tests.tables import rows_of, table
 
 RewardFunction = Callable[..., list[float | None]]
@@ -41,7 +42,7 @@ ANY = {"prompts": ["q"], "subject": ["Algebra"]}  # what the trainer may pass be
 
 
 def needed(reward: RewardFunction) -> list[str]:
-    found = registry.Signature.of(reward)
+    found = Signature.of(reward)
     names = (*found.required, *found.needed_standard, *found.needed)
     return [name for name in names if name != "completions"]
 

@@ -15,8 +15,8 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Rollout
 from grpo_cli.scoring import registry
+from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.scoring.calls import RewardExecutor
-from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer, ScoringSession, metrics_of
 from grpo_cli.scoring.settings import Reward, Scoring
 from tests import pool_rewards

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.scoring import guards
-from grpo_cli.scoring.guards import contained, keeps_files_open, no_exit
-from grpo_cli.scoring.pool_worker import answer
+from grpo_cli.scoring.guards import answer, contained, keeps_files_open, no_exit
 
 
 def status_of_child(function: Callable[[], Any]) -> tuple[int, bool]:

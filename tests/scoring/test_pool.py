@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_cli.scoring.pool import Call, CallResult, Pool
-from grpo_cli.scoring.pool_worker import recorders
+from grpo_cli.scoring.guards import CallResult, recorders
+from grpo_cli.scoring.pool import Call, Pool
 from tests.programs import ROOT, alone, environment, gone, until
 
 pytestmark = pytest.mark.programs

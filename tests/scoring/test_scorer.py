@@ -15,7 +15,8 @@ from grpo_cli.models import tiny
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from grpo_cli.rewards import reward
-from grpo_cli.scoring.registry import TrainerState, resolve
+from grpo_cli.scoring.bound_reward import TrainerState
+from grpo_cli.scoring.registry import resolve
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.scoring.step_rewards import token_of_character

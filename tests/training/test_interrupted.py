@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_cli.checkpoints import paths
-from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.training import loop, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, timeless, trained, weights

@@ -9,7 +9,7 @@ from grpo_cli.algorithm.settings import Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.micro_batches import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import WeightedSample
 from grpo_cli.training import logprob_passes

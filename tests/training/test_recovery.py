@@ -6,7 +6,7 @@ from typing import Any
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import RolloutStats, StepStats, rollout_stats
-from grpo_cli.training.recovery import StepBatch, StepProgress
+from grpo_cli.training.run import StepBatch, StepProgress
 from tests.training.rollouts.test_stored_groups import (
     make_groups,
     make_stream,

@@ -18,8 +18,7 @@ from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.settings import Adapter
 from grpo_cli.training import ending, resume
-from grpo_cli.training.recovery import StepBatch, StepProgress
-from grpo_cli.training.run import Run
+from grpo_cli.training.run import Run, StepBatch, StepProgress
 from tests.training.test_train import built, trained
 
 

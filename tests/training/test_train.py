@@ -26,13 +26,13 @@ from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Group, TrainingSample, regrouped
 from grpo_cli.reporting.stage_clock import Clock
-from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.training import build, loop, prepare, resume, run
 from grpo_cli.training.evaluation import Evaluation
-from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
 from grpo_cli.training.rollouts.credit import weigh_samples
+from grpo_cli.training.run import StepBatch
 from grpo_cli.training.step import Step
 
 pytestmark = pytest.mark.runs

@@ -27,7 +27,7 @@ from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt, Rollout, regrouped
-from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.scoring.scorer import Scorer, metrics_of
 
 STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index

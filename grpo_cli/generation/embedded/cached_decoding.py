@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from grpo_cli.generation.base import Finished
 from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
-from grpo_cli.models import vision
+from grpo_cli.models import packing
 from grpo_cli.models.families import is_recurrent, without_router_logits
 from grpo_cli.models.packing import pad_left
 from grpo_cli.records import Prompt
@@ -60,7 +60,7 @@ class CachedDecoder:
         check_logits(logits)
         cache = join([part for _, part in begun])
         mask = pad_left([p.ids for p in prompts], self.model.device)[1]
-        after = [vision.positions_of(self.model, p)[1] for p in prompts]
+        after = [packing.positions_of(self.model, p)[1] for p in prompts]
         rows = [n * repeat + j for n in numbers for j in range(repeat)]
         next_position = torch.tensor(after, device=mask.device)  # [B]
         if repeat > 1:
@@ -88,7 +88,7 @@ class CachedDecoder:
         """Returns the logits of the prompts' next tokens, [B, V], and their cache."""
         ids, mask = pad_left([p.ids for p in prompts], self.model.device)
         cache = DynamicCache(config=self.model.config)
-        arguments = vision.padded_arguments(prompts, ids, mask, self.model)
+        arguments = packing.padded_arguments(prompts, ids, mask, self.model)
         return self._forward(ids, mask, cache, arguments), cache
 
     def _forward(

@@ -33,16 +33,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import Finished
-from grpo_cli.generation.embedded.decode_batch import DecodeBatch
+from grpo_cli.generation.embedded.decode_batch import Continuation, DecodeBatch, Prefill
 from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs
 from grpo_cli.generation.embedded.kept_caches import KeptCache, KeptCaches
-from grpo_cli.generation.embedded.prefill import Continuation, Prefill
 from grpo_cli.generation.embedded.static_decoding import StaticDecoding
-from grpo_cli.models import vision
 from grpo_cli.models.attention import NOT_PASSED_ON, UnsupportedModelError, no_mask
 from grpo_cli.models.families import placeholder_tokens, without_router_logits
+from grpo_cli.models.packing import PositionIds, image_arguments
 from grpo_cli.records import Prompt
 
 PREFILL = 8192  # prompt tokens computed at once
@@ -97,7 +96,7 @@ class Engine:
         direct = self.direct or DirectForward.of(self.model)
         # Not for conversations: their rows come and go singly, each into a new bucket.
         static = None
-        if self.caches is None:
+        if self.caches is None and self.graphs is not None:
             static = StaticDecoding.of(direct, self.graphs, states)
         steps = 0  # since the last call of `arrived`
         while True:
@@ -215,14 +214,14 @@ class Engine:
         known, device = prefill.known, self.model.device
         own = [len(p.ids) - k for p, k in zip(prompts, known, strict=True)]
         ends = [start + n for start, n in zip(prefill.starts, own, strict=True)]
-        positions = vision.PositionIds()
+        positions = PositionIds()
         after = [
             positions.add_prompt(p, self.model, k) for p, k in zip(prompts, known, strict=True)
         ]
         ids = [t for p, k in zip(prompts, known, strict=True) for t in p.ids[k:]]
         input_ids = torch.tensor([ids], device=device)
         # Where tokens are cached, so are the prompt's images.
-        images = vision.image_arguments(
+        images = image_arguments(
             [p for p, k in zip(prompts, known, strict=True) if not k],
             input_ids,
             self.model,

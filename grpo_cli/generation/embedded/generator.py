@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,11 +30,9 @@ from grpo_cli.models.families import (
     is_recurrent,
     placeholder_tokens,
 )
-from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs
+from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, inference
 from grpo_cli.models.self_check import Outcome
-from grpo_cli.models.vision import has_images
-from grpo_cli.records import Prompt, Rollout
+from grpo_cli.records import Prompt, Rollout, has_images
 
 Decoder = type[Engine] | type[CachedDecoder]
 # Tokens per completion in a decoder's self-check, since small errors appear only after several.
@@ -101,10 +99,16 @@ class TransformersGenerator(Generator):
             finally:
                 self.direct = None  # it may hold copies of the weights
 
+    @cached_property
+    def never(self) -> tuple[int, ...]:
+        """The tokens that are not sampled: placeholders of images."""
+        return placeholder_tokens(self.policy.config)
+
     def state(self, request: Request, numbers: Sequence[int] | None = None) -> DecodingState:
         """Returns the state that starts a request, or only its prompts `numbers`."""
-        never = placeholder_tokens(self.policy.config)
-        return DecodingState(request, self.eos_ids, self.tokenizer, numbers=numbers, never=never)
+        return DecodingState(
+            request, self.eos_ids, self.tokenizer, numbers=numbers, never=self.never
+        )
 
     def decode(
         self,
@@ -129,7 +133,8 @@ class TransformersGenerator(Generator):
         """Returns the batch size for completions whose sequences have up to `longest` tokens."""
         if self.max_rows is not None:
             return min(wanted, self.max_rows)
-        return min(wanted, self.rows_in_memory(longest), memory.most_rows(self.policy))
+        most = memory.MOST_ROWS.get(self.policy.device.type, memory.MOST_ROWS["cpu"])
+        return min(wanted, self.rows_in_memory(longest), most)
 
     def rows_in_memory(self, longest: int) -> int:
         """Returns how many caches of `longest` tokens fit into memory."""

@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch, attend_to_prompts
+from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch, attend_to_prompts, mask_of
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs, Replay
 from grpo_cli.generation.embedded.kept_caches import KeptCache
-from grpo_cli.generation.embedded.prefill import mask_of
 from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
 
@@ -292,11 +291,11 @@ class StaticDecoding:
     def of(
         cls,
         direct: DirectForward | None,
-        graphs: FallbackGraphs | None,
+        graphs: FallbackGraphs,
         states: Sequence[DecodingState],
     ) -> StaticDecoding | None:
         """Returns the decoder for these states, or None if they must be decoded step by step."""
-        if direct is None or graphs is None or graphs.has_failed or not states:
+        if direct is None or graphs.has_failed or not states:
             return None
         if direct.rotary.is_dynamic:
             return None

@@ -19,9 +19,8 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm.checks import dtype_of
 from grpo_cli.generation.vllm.prompts import ComparedPrompt, fixed_rows
-from grpo_cli.models import loading
 from grpo_cli.models.families import placeholder_tokens
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, inference
 from grpo_cli.records import Completion, Rollout
 
 FACTOR = 4.0  # the tolerance is this factor times the difference at the start
@@ -124,7 +123,7 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
     policy_logprobs = PolicyLogprobs(model, packed=False, chunked=False, autocast=autocast)
 
     def trainer_logprobs() -> list[list[float]]:
-        with loading.inference(model):
+        with inference(model):
             logprobs, _ = policy_logprobs(rollouts, 1.0)
         both = zip(logprobs.tolist(), rollouts, strict=True)
         return [row[: len(r.completion.ids)] for row, r in both]

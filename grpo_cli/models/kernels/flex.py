@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from grpo_cli.models.kernels.arithmetic import by_head
+from grpo_cli.models.kernels.plain import by_head
 from grpo_cli.records import on_device
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels.arithmetic import merge
-from grpo_cli.models.kernels.base import ByParts
+from grpo_cli.models.kernels.plain import ByParts, merge
 from grpo_cli.records import on_device
 
 if TYPE_CHECKING:

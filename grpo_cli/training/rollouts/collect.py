@@ -29,10 +29,9 @@ from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
 from grpo_cli.training.logprob_passes import with_old_logprobs
-from grpo_cli.training.recovery import StepBatch
 from grpo_cli.training.rollouts.credit import has_signal, unknown_reward_names
 from grpo_cli.training.rollouts.queue import PrefetchedGroups
-from grpo_cli.training.run import Run
+from grpo_cli.training.run import Run, StepBatch
 
 LOWEST_SHARE = 0.1  # least assumed share of groups with a signal: limits what is sampled
 MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO; then the step has fewer groups

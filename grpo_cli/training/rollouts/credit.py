@@ -21,9 +21,9 @@ from grpo_cli.algorithm.advantages import (
     rule_function,
     turn_advantages,
 )
-from grpo_cli.algorithm.kl import ESTIMATORS
+from grpo_cli.algorithm.batch import token_weight
+from grpo_cli.algorithm.loss import ESTIMATORS
 from grpo_cli.algorithm.losses import loss_function
-from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import apply, traits_of
 from grpo_cli.config.recipe import Recipe

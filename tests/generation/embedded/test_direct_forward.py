@@ -19,10 +19,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from grpo_cli.generation.base import Request
+from grpo_cli.generation.embedded.decode_batch import Prefill
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.engine import Engine
-from grpo_cli.generation.embedded.prefill import Prefill
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.attention import install, no_mask
 from grpo_cli.records import Completion, Prompt

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli.generation.embedded import engine, prefill
+from grpo_cli.generation.embedded import decode_batch, engine
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.sampling import Sampling
@@ -123,7 +123,7 @@ def test_cache_reuses_a_common_prefix() -> None:
 def test_out_of_memory_midway(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kept = conversations(), conversations()
     plain.run(sampler(model))
-    attend, calls = prefill.Continuation.attend, 0
+    attend, calls = decode_batch.Continuation.attend, 0
 
     def failing(self: Any, *args: Any) -> Any:
         nonlocal calls
@@ -132,7 +132,7 @@ def test_out_of_memory_midway(model: PreTrainedModel, monkeypatch: pytest.Monkey
             raise torch.OutOfMemoryError("no room")
         return attend(self, *args)
 
-    monkeypatch.setattr(prefill.Continuation, "attend", failing)
+    monkeypatch.setattr(decode_batch.Continuation, "attend", failing)
     said: Sequence[str] = []
     generator = sampler(model)
     generator.say = said.append  # type: ignore[attr-defined]

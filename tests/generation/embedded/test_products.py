@@ -11,13 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from grpo_cli.generation.embedded import products
-from grpo_cli.generation.embedded.direct_forward import DirectForward
-from grpo_cli.generation.embedded.products import Product, packed_dtype
+from grpo_cli.generation.embedded import direct_forward
+from grpo_cli.generation.embedded.direct_forward import DirectForward, Product, packed_dtype
 from tests.generation.embedded.test_direct_forward import completions_of, model_of
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() not in products.ARCHITECTURES, reason="nothing is prepacked here"
+    platform.machine() not in direct_forward.ARCHITECTURES, reason="nothing is prepacked here"
 )
 # A layer whose products all have as many numbers as are prepacked, except for the output's.
 LARGE: dict[str, Any] = {
@@ -99,7 +98,7 @@ def test_what_is_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert packed_dtype(model) == half
     for memory, expected in ((8 * size, torch.float32), (8 * size - 8, None)):
-        monkeypatch.setattr(products, "total_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(direct_forward, "total_memory", lambda memory=memory: memory)
         assert packed_dtype(model) == expected
     monkeypatch.undo()
     assert packed_dtype(model.bfloat16()) == half

@@ -21,9 +21,9 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.images import StoredImage
-from grpo_cli.models import tiny, vision
+from grpo_cli.models import packing, tiny
 from grpo_cli.models.families import placeholder_tokens
-from grpo_cli.models.loading import inference
+from grpo_cli.models.policy_logprobs import inference
 from grpo_cli.models.settings import Build
 from grpo_cli.records import Rollout
 from tests.models.test_vision import Loaded, load_folder
@@ -101,7 +101,7 @@ def difference(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> float:
         ids = torch.tensor([[*rollout.prompt.ids, *rollout.completion.ids]])
         mask = torch.ones_like(ids)
         with inference(model):
-            given = vision.padded_arguments([rollout.prompt], ids, mask, model)
+            given = packing.padded_arguments([rollout.prompt], ids, mask, model)
             logits = model(input_ids=ids, attention_mask=mask, **given).logits[0]
         logits[:, banned] = -torch.inf
         first = len(rollout.prompt.ids)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from grpo_cli.models.attention import Layout, Prefix, usual_kernel
-from grpo_cli.models.kernels.base import ByParts
 from grpo_cli.models.kernels.flex import Flex
+from grpo_cli.models.kernels.plain import ByParts
 from tests.conftest import CPU
 
 Group = tuple[int, Sequence[int]]  # tokens of a prompt, and of each of its completions

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels import arithmetic, plain
-from grpo_cli.models.kernels.arithmetic import flash, flash_backward
+from grpo_cli.models.kernels import plain
+from grpo_cli.models.kernels.plain import flash, flash_backward
 from tests.models.kernels.layouts import DTYPES, GROUPS, assert_same, make_layout
 
 
@@ -27,8 +27,7 @@ def off_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "plain":
         for function in (flash, flash_backward):
-            for module in (arithmetic, plain):
-                monkeypatch.setattr(module, function.__name__, off_cpu(function))
+            monkeypatch.setattr(plain, function.__name__, off_cpu(function))
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_cli.models.attention import usual_kernel
-from grpo_cli.models.kernels.arithmetic import by_head, flash, flash_backward
-from grpo_cli.models.kernels.base import ByParts
 from grpo_cli.models.kernels.flex import Flex
-from grpo_cli.models.kernels.plain import Plain
+from grpo_cli.models.kernels.plain import ByParts, Plain, by_head, flash, flash_backward
 from grpo_cli.models.kernels.varlen import Varlen
 from tests.models.kernels.layouts import DTYPES, GROUPS, assert_same, make_heads, make_layout
 

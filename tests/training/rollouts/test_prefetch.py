@@ -23,8 +23,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, inference
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock

@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_cli.algorithm.normalization import WEIGHTS, token_weight
+from grpo_cli.algorithm.batch import WEIGHTS, token_weight
 
 # Two prompts with completions of 5 and 1, and of 2 tokens and one that does not train.
 LENGTHS = [[5, 1], [2, 0]]

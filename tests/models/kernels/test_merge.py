@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_cli.models.kernels.arithmetic import merge
+from grpo_cli.models.kernels.plain import merge
 
 
 def test_merge_by_hand() -> None:
