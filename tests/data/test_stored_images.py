@@ -64,7 +64,7 @@ def test_an_evaluation_stores_them_too(tmp_path: Path) -> None:
     judged = [dataclasses.replace(r, reward_parts={"x": 1.0}) for g in groups for r in g.rollouts]
     task: Any = SimpleNamespace(name="mine", mode="cot", right="x")
     result = TaskResult(task, {}, regrouped(groups, judged))
-    rows = [*tables.completion_rows(result, images=True)]
+    rows = [*tables.completion_rows([result])]
     reporter.write_parquet(tmp_path / "completions.parquet", rows)
     read = load(tmp_path / "completions.parquet", {}, "input")
     sizes = [[i.open().size for i in sample.images] for sample in read]
