@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
-from grpo_cli.data.control_tokens import ControlTokens
+from grpo_cli.data.control_tokens import ControlTokens, text_of
 from grpo_cli.environments.chat_template import (
     ARGUMENT,
     ChatTemplate,
@@ -117,7 +117,7 @@ class Chat:
         ids = list(ids)
         while ids and ids[-1] in self.template.eos_ids:
             ids.pop()
-        text = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        text = text_of(self.tokenizer, ids, special=True)
         message = self.parser.parse(text, self.template.turn_prefix, self.tools)
         for token in self._special:
             message["content"] = message["content"].replace(token, "")

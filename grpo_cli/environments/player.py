@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli.data.control_tokens import text_of
 from grpo_cli.environments.episode import Episode, Exchange
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Message, Observation
@@ -178,10 +179,7 @@ class Player:
     def _unread(self) -> Message:
         """Returns the current turn as a message without calls."""
         ids = self.episode.ids[self.episode.turn_start :]
-        text = self.dialogue.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": text_of(self.dialogue.tokenizer, ids)}
 
     def _reply(self, exchange: Exchange, found: Observation, seconds: float) -> None:
         """Appends the environment's observation, or ends the episode with it."""

@@ -28,6 +28,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli import sandbox
+from grpo_cli.data.control_tokens import text_of
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.program_calls import closed_program, execute
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
@@ -112,11 +113,11 @@ class ProgramDialogue:
         has_eos = has_stopped and not (has_calls and self._fence.ends(ids))
         if has_calls:
             end = len(ids) - has_eos
-            source = closed_program(self._text(ids[:end]), at_end=has_eos)
+            source = closed_program(text_of(self.tokenizer, ids[:end]), at_end=has_eos)
             has_program = source is not None
             # If the generator missed the end, the tokens sampled after it are dropped.
             while source is not None and end > before + 1:
-                source = closed_program(self._text(ids[: end - 1]))
+                source = closed_program(text_of(self.tokenizer, ids[: end - 1]))
                 end -= source is not None
             if has_program:
                 return end
@@ -124,7 +125,7 @@ class ProgramDialogue:
 
     def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
         """Returns a turn as a message, with its program as a tool call."""
-        text = self._text(ids)
+        text = text_of(self.tokenizer, ids)
         message: Message = {"role": "assistant", "content": text}
         if at_stop_string or num_calls == self.max_calls:
             return message
@@ -137,7 +138,7 @@ class ProgramDialogue:
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
         """Returns the tokens of an output, which has at most `OUTPUT_CHARACTERS` characters."""
         shown = "".join(f"```output\n{m['content']}\n```\n" for m in messages)
-        shown = shown if self._text(turn).endswith("\n") else "\n" + shown
+        shown = shown if text_of(self.tokenizer, turn).endswith("\n") else "\n" + shown
 
         def encoded(text: str) -> list[int]:
             found: Any = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
@@ -147,13 +148,6 @@ class ProgramDialogue:
         if both[: len(newline)] == newline:  # avoids the leading space that some tokenizers add
             return both[len(newline) :]
         return encoded(shown)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """Decodes token ids, without special tokens."""
-        text: str = self.tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
 
 
 class ProgramSessions:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_cli.data.control_tokens import ControlTokens
+from grpo_cli.data.control_tokens import ControlTokens, text_of
 from grpo_cli.environments.chat_template import (
     ARGUMENT,
     MARKED_TEXT,
@@ -100,7 +100,7 @@ class ReplyEncoder:
         ids, is_cut = self._content_ids(text, limit, _UNCHANGED)
         if not is_cut:
             return _cleaned(text)
-        return str(self.template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return text_of(self.template.tokenizer, ids, special=True)
 
     def with_safe_names(self, message: Message) -> Message:
         """Replaces unsafe names and ids; the model writes them, so they may be control tokens."""

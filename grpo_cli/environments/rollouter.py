@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.data.control_tokens import text_of
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.loading import eos_ids
@@ -88,10 +89,7 @@ class Rollouter:
         seeds = [derive_seed(seed, prompt_index) for prompt_index, _ in prompts]
 
         def rollout(prompt: Prompt, completion: Completion) -> Rollout:
-            text = tokenizer.decode(
-                completion.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            return Rollout(prompt, completion, text)
+            return Rollout(prompt, completion, text_of(tokenizer, completion.ids))
 
         with self.sample(generator, Request(own, num_generations, sampling, seeds)) as sampled:
             yield (

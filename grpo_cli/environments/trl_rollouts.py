@@ -25,6 +25,7 @@ from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.data import conversations
+from grpo_cli.data.control_tokens import text_of
 from grpo_cli.environments.functions import clean_text
 from grpo_cli.environments.rollouter import Rollouter, RolloutSetup, Sampled
 from grpo_cli.errors import TrainingError, UserError
@@ -84,9 +85,7 @@ class RolloutTrainer:
                 "prompt_ids": prompt.ids,
                 "completion_ids": c.ids,
                 "logprobs": c.sampling_logprobs,
-                "text": self.tokenizer.decode(
-                    c.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                ),
+                "text": text_of(self.tokenizer, c.ids),
             }
             for prompt, (c,) in zip(encoded, groups, strict=True)
         ]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_cli.data.control_tokens import text_of
+
 UNFINISHED = "\ufffd"  # decoders write it for an incomplete UTF-8 character
 LONGEST_CHARACTER = 4  # bytes of UTF-8
 
@@ -86,7 +88,4 @@ class StopStrings:
         return look
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return text_of(self.tokenizer, ids, special=True)

@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli.data.control_tokens import text_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -64,9 +66,5 @@ def token_of_character(
         range(len(ids) - 1),
         position,
         # A character with missing bytes decodes to U+FFFD.
-        key=lambda t: len(
-            tokenizer.decode(
-                ids[: t + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ).rstrip("\ufffd")
-        ),
+        key=lambda t: len(text_of(tokenizer, ids[: t + 1]).rstrip("\ufffd")),
     )
