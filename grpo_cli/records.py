@@ -26,6 +26,8 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from grpo_cli.images import StoredImage
     from grpo_cli.models.vision import VisionProcessor
 
@@ -224,6 +226,23 @@ class Group(Generic[R_co]):
 
 
 TrainingGroup = Group[TrainingSample]
+
+
+def text_of(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False
+) -> str:
+    """Decodes token ids to the text that they stand for.
+
+    Alone, transformers removes spaces before punctuation if the tokenizer's files ask for it.
+
+    Args:
+        special: with special tokens.
+    """
+    return str(
+        tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 def has_images(prompts: Iterable[Prompt]) -> bool:

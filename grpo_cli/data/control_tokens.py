@@ -15,7 +15,7 @@ Text without control tokens gets no mark and is tokenized as usual.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import UserError
@@ -26,23 +26,6 @@ if TYPE_CHECKING:
 
 # ASCII without letters, quotes or spaces, so that templates copy, escape or print it unchanged.
 MARK = "^~31~^~08~^~74~^"
-
-
-def text_of(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False
-) -> str:
-    """Decodes token ids to the text that they stand for.
-
-    Alone, transformers removes spaces before punctuation if the tokenizer's files ask for it.
-
-    Args:
-        special: with special tokens.
-    """
-    return str(
-        tokenizer.decode(
-            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
-    )
 
 
 class ControlTokens:

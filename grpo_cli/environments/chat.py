@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
-from grpo_cli.data.control_tokens import ControlTokens, text_of
+from grpo_cli.data.control_tokens import ControlTokens
 from grpo_cli.environments.chat_template import (
     ARGUMENT,
     ChatTemplate,
@@ -34,6 +34,7 @@ from grpo_cli.environments.protocol import Message
 from grpo_cli.environments.replies import ReplyEncoder
 from grpo_cli.environments.response import FORMATS, MalformedCall, ResponseParser
 from grpo_cli.errors import UserError
+from grpo_cli.records import text_of
 
 if TYPE_CHECKING:
     from grpo_cli.records import Prompt

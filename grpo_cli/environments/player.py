@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.data.control_tokens import text_of
 from grpo_cli.environments.episode import Episode, Exchange
 from grpo_cli.environments.functions import EnvironmentFailure
 from grpo_cli.environments.protocol import Message, Observation
@@ -22,6 +21,7 @@ from grpo_cli.environments.response import MalformedCall
 from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
+from grpo_cli.records import text_of
 
 if TYPE_CHECKING:
     from grpo_cli.environments.chat import Chat

@@ -28,7 +28,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli import sandbox
-from grpo_cli.data.control_tokens import text_of
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.program_calls import closed_program, execute
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
@@ -36,7 +35,7 @@ from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.settings import Tools
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.records import Prompt
+from grpo_cli.records import Prompt, text_of
 from grpo_cli.scoring.calls import own_cores
 
 FENCE = "```\n"  # stop string; misses blocks with trailing spaces after the closing fence

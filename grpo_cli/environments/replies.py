@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_cli.data.control_tokens import ControlTokens, text_of
+from grpo_cli.data.control_tokens import ControlTokens
 from grpo_cli.environments.chat_template import (
     ARGUMENT,
     MARKED_TEXT,
@@ -24,6 +24,7 @@ from grpo_cli.environments.chat_template import (
 )
 from grpo_cli.environments.protocol import Message
 from grpo_cli.errors import TrainingError
+from grpo_cli.records import text_of
 
 # A marker replaces the content of message N. The probe in it shows how the template changes text.
 _PROBE = "\"\\\n\t<é>'"

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.data.control_tokens import text_of
 from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.loading import eos_ids
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Group, Prompt, Rollout
+from grpo_cli.records import Completion, Group, Prompt, Rollout, text_of
 
 if TYPE_CHECKING:
     from grpo_cli.environments.sessions import Sessions

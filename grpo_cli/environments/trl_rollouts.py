@@ -25,7 +25,6 @@ from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.data import conversations
-from grpo_cli.data.control_tokens import text_of
 from grpo_cli.environments.functions import clean_text
 from grpo_cli.environments.rollouter import Rollouter, RolloutSetup, Sampled
 from grpo_cli.errors import TrainingError, UserError
@@ -33,7 +32,7 @@ from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.factory import engine_class
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Prompt
+from grpo_cli.records import Completion, Prompt, text_of
 from grpo_cli.scoring.guards import blame
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")

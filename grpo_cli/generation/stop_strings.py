@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.data.control_tokens import text_of
+from grpo_cli.records import text_of
 
 UNFINISHED = "\ufffd"  # decoders write it for an incomplete UTF-8 character
 LONGEST_CHARACTER = 4  # bytes of UTF-8

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.data.control_tokens import text_of
+from grpo_cli.records import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
