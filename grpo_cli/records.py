@@ -228,15 +228,13 @@ class Group(Generic[R_co]):
 TrainingGroup = Group[TrainingSample]
 
 
-def text_of(
+def decoded(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False
 ) -> str:
-    """Decodes token ids to the text that they stand for.
-
-    Alone, transformers removes spaces before punctuation if the tokenizer's files ask for it.
+    """Decodes token ids without `clean_up_tokenization_spaces`, which would remove sampled spaces.
 
     Args:
-        special: with special tokens.
+        special: keep special tokens.
     """
     return str(
         tokenizer.decode(

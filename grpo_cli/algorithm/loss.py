@@ -22,7 +22,7 @@ from grpo_cli.algorithm.losses import (
     sequence_mean,
 )
 from grpo_cli.algorithm.metric_sums import MetricSums
-from grpo_cli.algorithm.settings import Loss
+from grpo_cli.algorithm.settings import CORRECTIONS, Loss
 from grpo_cli.algorithm.variants import apply, parameters, traits_of
 from grpo_cli.errors import TrainingError
 
@@ -31,14 +31,6 @@ STALENESS = "staleness/logp_difference"  # |log π − log π_sampler|; logged f
 SAMPLER_GAP = "sampling/sampling_logp_difference/mean"  # |log π_old − log π_sampler|
 TRAINED_ENTROPY = "entropy/trained"  # of the tokens that the policy term trains; not logged
 LARGEST_WEIGHT = 1e9  # its square fits in float32; such a sample counts for one token either way
-CORRECTIONS = (
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "sequence_mean_truncate",
-    "sequence_mean_mask",
-)
 KL_GAIN = 0.1  # Ziegler et al.: β changes by at most a fifth of this per step
 ENTROPY_COEF_STEP, ENTROPY_COEF_MAX = 0.005, 1.0  # Skywork-OR1's step
 

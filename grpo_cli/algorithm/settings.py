@@ -8,6 +8,15 @@ from typing import Any
 
 from grpo_cli.config.knob import above_0, at_least_0, knob, plain
 
+CORRECTIONS = (  # level of the ratio, and what its bounds do
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_mean_truncate",
+    "sequence_mean_mask",
+)
+
 
 @dataclass
 class Loss:
@@ -112,15 +121,7 @@ class Loss:
         "Weight the policy term by the trainer's probability over the sampler's, per token, "
         "per completion or by its mean over the length; bounded (truncate) or set to 0 "
         "outside the bounds (mask).",
-        choices=(
-            "none",
-            "token_truncate",
-            "token_mask",
-            "sequence_truncate",
-            "sequence_mask",
-            "sequence_mean_truncate",
-            "sequence_mean_mask",
-        ),
+        choices=("none", *CORRECTIONS),
     )
     sampling_cap: float | None = above_0(
         3.0,

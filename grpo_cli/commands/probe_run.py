@@ -13,8 +13,9 @@ from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import lines
 from grpo_cli.generation.factory import make_generator
-from grpo_cli.reporting.progress import Bar, write_text
+from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, rows_by_group, write_parquet
+from grpo_cli.reporting.status import write_text
 from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.training import inputs
 from grpo_cli.training.prepare import Prepared

@@ -134,7 +134,7 @@ def _score_one(
     sample = Sample.of_row(rows, request.row, prompt, text, None, dataset.max_pixels)
     sample = replace(sample, row=request.row)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
-    scorer.check_cells([sample.columns])
+    scorer.check_images([sample.columns])
     # A typed completion has no tokens: functions that need them are left out.
     left_out = [name for name, term in scorer.rewards.items() if needs_ids(term)]
     for name in left_out:
@@ -167,7 +167,7 @@ def _score_file(
     samples = stored_completions.load(path, request.columns, "input")
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), executor, run, "columns")
     check_ids(scorer, samples, path)
-    scorer.check_cells([sample.columns for sample in samples], "input")
+    scorer.check_images([sample.columns for sample in samples], "input")
     scorer.try_out(replace(samples[0], text=MADE_UP))  # finds mistakes in the arguments
     console = Console(highlight=False)
     for description in scorer.descriptions:

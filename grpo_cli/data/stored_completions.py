@@ -260,7 +260,7 @@ def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
     return cell
 
 
-def check(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
+def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
     """Checks that all images in columns can be read, before rewards need them.
 
     Args:

@@ -34,7 +34,7 @@ from grpo_cli.environments.protocol import Message
 from grpo_cli.environments.replies import ReplyEncoder
 from grpo_cli.environments.response import FORMATS, MalformedCall, ResponseParser
 from grpo_cli.errors import UserError
-from grpo_cli.records import text_of
+from grpo_cli.records import decoded
 
 if TYPE_CHECKING:
     from grpo_cli.records import Prompt
@@ -118,7 +118,7 @@ class Chat:
         ids = list(ids)
         while ids and ids[-1] in self.template.eos_ids:
             ids.pop()
-        text = text_of(self.tokenizer, ids, special=True)
+        text = decoded(self.tokenizer, ids, special=True)
         message = self.parser.parse(text, self.template.turn_prefix, self.tools)
         for token in self._special:
             message["content"] = message["content"].replace(token, "")

@@ -21,7 +21,7 @@ from grpo_cli.environments.response import MalformedCall
 from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.records import text_of
+from grpo_cli.records import decoded
 
 if TYPE_CHECKING:
     from grpo_cli.environments.chat import Chat
@@ -179,7 +179,7 @@ class Player:
     def _unread(self) -> Message:
         """Returns the current turn as a message without calls."""
         ids = self.episode.ids[self.episode.turn_start :]
-        return {"role": "assistant", "content": text_of(self.dialogue.tokenizer, ids)}
+        return {"role": "assistant", "content": decoded(self.dialogue.tokenizer, ids)}
 
     def _reply(self, exchange: Exchange, found: Observation, seconds: float) -> None:
         """Appends the environment's observation, or ends the episode with it."""

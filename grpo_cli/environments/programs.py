@@ -35,7 +35,7 @@ from grpo_cli.environments.settings import EpisodeSettings
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.settings import Tools
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.records import Prompt, text_of
+from grpo_cli.records import Prompt, decoded
 from grpo_cli.scoring.calls import own_cores
 
 FENCE = "```\n"  # stop string; misses blocks with trailing spaces after the closing fence
@@ -112,11 +112,11 @@ class ProgramDialogue:
         has_eos = has_stopped and not (has_calls and self._fence.ends(ids))
         if has_calls:
             end = len(ids) - has_eos
-            source = closed_program(text_of(self.tokenizer, ids[:end]), at_end=has_eos)
+            source = closed_program(decoded(self.tokenizer, ids[:end]), at_end=has_eos)
             has_program = source is not None
             # If the generator missed the end, the tokens sampled after it are dropped.
             while source is not None and end > before + 1:
-                source = closed_program(text_of(self.tokenizer, ids[: end - 1]))
+                source = closed_program(decoded(self.tokenizer, ids[: end - 1]))
                 end -= source is not None
             if has_program:
                 return end
@@ -124,7 +124,7 @@ class ProgramDialogue:
 
     def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
         """Returns a turn as a message, with its program as a tool call."""
-        text = text_of(self.tokenizer, ids)
+        text = decoded(self.tokenizer, ids)
         message: Message = {"role": "assistant", "content": text}
         if at_stop_string or num_calls == self.max_calls:
             return message
@@ -137,7 +137,7 @@ class ProgramDialogue:
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
         """Returns the tokens of an output, which has at most `OUTPUT_CHARACTERS` characters."""
         shown = "".join(f"```output\n{m['content']}\n```\n" for m in messages)
-        shown = shown if text_of(self.tokenizer, turn).endswith("\n") else "\n" + shown
+        shown = shown if decoded(self.tokenizer, turn).endswith("\n") else "\n" + shown
 
         def encoded(text: str) -> list[int]:
             found: Any = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)

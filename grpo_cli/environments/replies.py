@@ -24,7 +24,7 @@ from grpo_cli.environments.chat_template import (
 )
 from grpo_cli.environments.protocol import Message
 from grpo_cli.errors import TrainingError
-from grpo_cli.records import text_of
+from grpo_cli.records import decoded
 
 # A marker replaces the content of message N. The probe in it shows how the template changes text.
 _PROBE = "\"\\\n\t<é>'"
@@ -101,7 +101,7 @@ class ReplyEncoder:
         ids, is_cut = self._content_ids(text, limit, _UNCHANGED)
         if not is_cut:
             return _cleaned(text)
-        return text_of(self.template.tokenizer, ids, special=True)
+        return decoded(self.template.tokenizer, ids, special=True)
 
     def with_safe_names(self, message: Message) -> Message:
         """Replaces unsafe names and ids; the model writes them, so they may be control tokens."""

@@ -22,7 +22,7 @@ from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.loading import eos_ids
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Group, Prompt, Rollout, text_of
+from grpo_cli.records import Completion, Group, Prompt, Rollout, decoded
 
 if TYPE_CHECKING:
     from grpo_cli.environments.sessions import Sessions
@@ -88,7 +88,7 @@ class Rollouter:
         seeds = [derive_seed(seed, prompt_index) for prompt_index, _ in prompts]
 
         def rollout(prompt: Prompt, completion: Completion) -> Rollout:
-            return Rollout(prompt, completion, text_of(tokenizer, completion.ids))
+            return Rollout(prompt, completion, decoded(tokenizer, completion.ids))
 
         with self.sample(generator, Request(own, num_generations, sampling, seeds)) as sampled:
             yield (

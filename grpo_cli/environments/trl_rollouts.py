@@ -32,7 +32,7 @@ from grpo_cli.generation.base import Generator, Request
 from grpo_cli.generation.factory import engine_class
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import Completion, Prompt, text_of
+from grpo_cli.records import Completion, Prompt, decoded
 from grpo_cli.scoring.guards import blame
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
@@ -84,7 +84,7 @@ class RolloutTrainer:
                 "prompt_ids": prompt.ids,
                 "completion_ids": c.ids,
                 "logprobs": c.sampling_logprobs,
-                "text": text_of(self.tokenizer, c.ids),
+                "text": decoded(self.tokenizer, c.ids),
             }
             for prompt, (c,) in zip(encoded, groups, strict=True)
         ]

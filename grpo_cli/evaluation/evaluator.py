@@ -86,7 +86,8 @@ class Evaluator:
         keep_groups: bool,
     ) -> TaskResult:
         workers = self.workers
-        known, prompts = list[Group](), list[Prompt]()
+        known: list[Group] = []
+        prompts: list[Prompt] = []
         for prompt in task.prompts:
             group = journal.group(task.label, prompt) if journal is not None else None
             if group is None:

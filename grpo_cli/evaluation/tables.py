@@ -17,8 +17,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Mode
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.files import read_json
-from grpo_cli.reporting.progress import write_text
 from grpo_cli.reporting.reporter import nested, rows_by_group, with_interval, write_parquet
+from grpo_cli.reporting.status import write_text
 
 WRITTEN = ("eval.json", "completions.parquet", "table.md")
 

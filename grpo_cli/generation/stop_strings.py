@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.records import text_of
+from grpo_cli.records import decoded
 
 UNFINISHED = "\ufffd"  # decoders write it for an incomplete UTF-8 character
 LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -88,4 +88,4 @@ class StopStrings:
         return look
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return text_of(self.tokenizer, ids, special=True)
+        return decoded(self.tokenizer, ids, special=True)

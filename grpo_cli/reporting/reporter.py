@@ -43,10 +43,11 @@ from grpo_cli.errors import TrainingError, UserError, counted
 from grpo_cli.files import json_object, read_text, reason
 from grpo_cli.records import Group, TrainingSample
 from grpo_cli.reporting.alarms import Raised
-from grpo_cli.reporting.progress import Bar, Status, clock, measure_of, replaced, times, write_text
+from grpo_cli.reporting.progress import Bar, clock, measure_of, times
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
 from grpo_cli.reporting.settings import Log
 from grpo_cli.reporting.stage_clock import MemoryMeter
+from grpo_cli.reporting.status import Status, replaced, write_text
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
 

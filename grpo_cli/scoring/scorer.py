@@ -128,12 +128,12 @@ class Scorer:
                     found.setdefault(number, f"reward.{name}: {why}")
         return found
 
-    def check_cells(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
-        """Checks the columns that a function takes; raises as `stored_completions.check` does."""
+    def check_images(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
+        """Checks that images can be read, in the columns that a reward function takes."""
         signatures = [reward.signature for reward in self.rewards.values()]
         names = dict.fromkeys(name for of_one in columns for name in of_one)
         taken = [name for name in names if any(s.takes(name) for s in signatures)]
-        stored_completions.check(({n: one.get(n) for n in taken} for one in columns), key)
+        stored_completions.check_images(({n: one.get(n) for n in taken} for one in columns), key)
 
     def _described(self) -> Iterator[str]:
         for name, reward in self.rewards.items():

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.records import text_of
+from grpo_cli.records import decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,5 +66,5 @@ def token_of_character(
         range(len(ids) - 1),
         position,
         # A character with missing bytes decodes to U+FFFD.
-        key=lambda t: len(text_of(tokenizer, ids[: t + 1]).rstrip("\ufffd")),
+        key=lambda t: len(decoded(tokenizer, ids[: t + 1]).rstrip("\ufffd")),
     )

@@ -29,8 +29,8 @@ from grpo_cli.models.routers import has_balancing_loss
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
-from grpo_cli.reporting.progress import write_text
 from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.reporting.status import write_text
 from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Loaded
 from grpo_cli.training.inputs import (

@@ -25,8 +25,9 @@ from grpo_cli.planning.memory import Job, Lengths
 from grpo_cli.planning.plan import Plan, predict
 from grpo_cli.planning.sizes import sizes_of
 from grpo_cli.records import Prompt
-from grpo_cli.reporting.progress import STAGES, write_text
+from grpo_cli.reporting.progress import STAGES
 from grpo_cli.reporting.stage_clock import MemoryMeter
+from grpo_cli.reporting.status import write_text
 from grpo_cli.training import prepare
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from grpo_cli.algorithm.loss import (
-    CORRECTIONS,
     bounded,
     effective_share,
     log_correction,
     off_policy_keep,
     sampling_ratio,
 )
+from grpo_cli.algorithm.settings import CORRECTIONS
 
 TWO = math.log(2)
 

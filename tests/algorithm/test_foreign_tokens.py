@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from grpo_cli.algorithm.batch import WEIGHTS, collate
-from grpo_cli.algorithm.loss import CORRECTIONS, Coefficients, LossOutput, grpo_loss
-from grpo_cli.algorithm.settings import Advantage, Loss
+from grpo_cli.algorithm.loss import Coefficients, LossOutput, grpo_loss
+from grpo_cli.algorithm.settings import CORRECTIONS, Advantage, Loss
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs

@@ -23,7 +23,6 @@ from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.arguments import readers_of
 from grpo_cli.algorithm.batch import Batch, collate, pad_right, token_weight
 from grpo_cli.algorithm.loss import (
-    CORRECTIONS,
     TRAINED_ENTROPY,
     Coefficients,
     LossOutput,
@@ -33,7 +32,7 @@ from grpo_cli.algorithm.loss import (
 )
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.metric_sums import MetricSums
-from grpo_cli.algorithm.settings import Loss
+from grpo_cli.algorithm.settings import CORRECTIONS, Loss
 from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.errors import TrainingError

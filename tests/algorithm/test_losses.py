@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.algorithm.batch import WEIGHTS
-from grpo_cli.algorithm.loss import CORRECTIONS, ESTIMATORS
+from grpo_cli.algorithm.loss import ESTIMATORS
 from grpo_cli.algorithm.losses import (
     POLICY,
     cispo,
@@ -276,7 +276,6 @@ def test_kl_cov_by_hand() -> None:
     [
         ("normalize", set(WEIGHTS)),
         ("kl_estimator", set(ESTIMATORS)),
-        ("sampling_correction", {"none", *CORRECTIONS}),
     ],
 )
 def test_every_choice_exists_and_all_there_is_can_be_chosen(knob: str, table: set[str]) -> None:

@@ -20,8 +20,8 @@ from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal
 from grpo_cli.distributed.supervisor import Supervisor
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.errors import Stopped
-from grpo_cli.reporting.progress import Status
 from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.reporting.status import Status
 from grpo_cli.training import build
 from tests import programs
 

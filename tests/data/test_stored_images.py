@@ -14,7 +14,7 @@ import pytest
 
 from grpo_cli.data import conversations, images
 from grpo_cli.data.rows import Rows
-from grpo_cli.data.stored_completions import Sample, check, load
+from grpo_cli.data.stored_completions import Sample, check_images, load
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import tables
 from grpo_cli.evaluation.tasks import TaskResult
@@ -106,7 +106,7 @@ def test_a_path_is_stored_with_its_picture_and_a_file_that_is_gone_is_null(tmp_p
     first, second = load(tmp_path / "a.parquet", {}, "input")
     assert first.images[0].encoded()["bytes"] == PNG
     with pytest.raises(UserError, match=r"a.parquet, row 1, column 'images': holds no images"):
-        check([first.columns, second.columns], "input")
+        check_images([first.columns, second.columns], "input")
 
 
 def test_a_file_holds_an_image_once_for_all_completions(
@@ -132,9 +132,9 @@ def test_images_that_were_not_written_are_told(tmp_path: Path) -> None:
     write_groups(tmp_path / "a.parquet", image_groups(), images=False)
     read = load(tmp_path / "a.parquet", {}, "input")
     assert read[0].images == ()
-    check([s.columns for s in read[2:4]], "input")
+    check_images([s.columns for s in read[2:4]], "input")
     with pytest.raises(UserError, match=r"a\.parquet: holds no images, which the rewards read"):
-        check([s.columns for s in read], "input")
+        check_images([s.columns for s in read], "input")
 
 
 def test_a_users_own_file_has_images_in_columns_and_messages(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.reporting import progress
-from grpo_cli.reporting.progress import Status
+from grpo_cli.reporting import status
 from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.reporting.status import Status
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def written(folder: Path, **expected: object) -> dict[str, object]:
 def test_what_the_main_thread_does(
     writer: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "STATUS_SECONDS", 0.01)
+    monkeypatch.setattr(status, "SECONDS", 0.01)
     monkeypatch.setattr(heartbeat, "_stage", heartbeat.START)
     monkeypatch.setattr(heartbeat, "_step", None)
     writer.start(processes=2)
