@@ -109,3 +109,21 @@ class _NoAliases(yaml.SafeLoader):
                 problem_mark=self.peek_event().start_mark,  # type: ignore[no-untyped-call]
             )
         return super().compose_node(parent, index)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yields a path to write, which then replaces a file: a reader sees the old one or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file atomically."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -10,9 +10,8 @@ from typing import Any
 from grpo_cli.data import images
 from grpo_cli.data.prompts import other_columns
 from grpo_cli.data.rows import Rows
-from grpo_cli.data.stored_completions import images_cell
+from grpo_cli.data.stored_completions import completion_row, images_cell, write_parquet
 from grpo_cli.records import Group
-from grpo_cli.reporting.reporter import completion_row, write_parquet
 from tests.conftest import make_group, make_rollout
 from tests.test_images import RED, encoded
 

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.saved_recipe import as_yaml
-from grpo_cli.reporting.reporter import write_parquet
+from grpo_cli.data.stored_completions import write_parquet
 from grpo_cli.scoring.settings import Reward
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'

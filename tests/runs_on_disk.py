@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.reporting.reporter import completion_row, write_parquet
+from grpo_cli.data.stored_completions import completion_row, write_parquet
 from tests.conftest import make_group, make_rollout
 from tests.report_runs import line
 

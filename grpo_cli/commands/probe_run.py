@@ -8,14 +8,15 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config import parsing
 from grpo_cli.config.schedules import at_step
+from grpo_cli.data.stored_completions import rows_by_group, write_parquet
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import FILE, ProbeParts, ProbeResult, run_probe
 from grpo_cli.evaluation.probe.verdict import lines
+from grpo_cli.files import write_text
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.reporting.reporter import Reporter, rows_by_group, write_parquet
-from grpo_cli.reporting.status import write_text
+from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.bound_reward import TrainerState
 from grpo_cli.training import inputs
 from grpo_cli.training.prepare import Prepared

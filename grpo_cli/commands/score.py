@@ -27,7 +27,7 @@ from grpo_cli.data import stored_completions
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.prompts import prompt_text
 from grpo_cli.data.rows import load_rows
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.reporting.progress import Bar
@@ -134,7 +134,7 @@ def _score_one(
     sample = Sample.of_row(rows, request.row, prompt, text, None, dataset.max_pixels)
     sample = replace(sample, row=request.row)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
-    scorer.check_images([sample.columns])
+    scorer.check_readable([sample.columns])
     # A typed completion has no tokens: functions that need them are left out.
     left_out = [name for name, term in scorer.rewards.items() if needs_ids(term)]
     for name in left_out:
@@ -167,7 +167,7 @@ def _score_file(
     samples = stored_completions.load(path, request.columns, "input")
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), executor, run, "columns")
     check_ids(scorer, samples, path)
-    scorer.check_images([sample.columns for sample in samples], "input")
+    scorer.check_readable([sample.columns for sample in samples], "input")
     scorer.try_out(replace(samples[0], text=MADE_UP))  # finds mistakes in the arguments
     console = Console(highlight=False)
     for description in scorer.descriptions:

@@ -1,97 +1,44 @@
-"""Reads stored completions from a file, for `grpo score` and `grpo show`.
+"""Writes completions of a run to a file, and reads stored ones, for `grpo score` and `grpo show`.
 
-A file has a column `completion` and the columns that rewards read. Files written by a run or by
-`grpo eval` store the data set's columns as JSON in a column `columns`, and the prompt's images in a
-column `images`. The JSON refers to the first image as {"image": 0}, and to an image that the file
-does not store as {"image": null}.
+A file has a column `completion` and the columns that rewards read. A run and `grpo eval` store the
+data set's columns as JSON in a column `columns`, and the prompt's images in a column `images`. The
+JSON refers to the first image as {"image": 0}, and to an image that the file does not store as
+{"image": null}.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from grpo_cli.data import conversations
 from grpo_cli.data import images as images_of_rows
 from grpo_cli.data.files import find_files, load_files, undecoded
-from grpo_cli.data.prompts import other_columns
 from grpo_cli.data.rows import Rows, rename_columns
+from grpo_cli.data.sample import Sample, episode_of
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.images import ImageError, StoredImage, unreadable
+from grpo_cli.files import replaced
+from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.images import require as require_pillow
 
 if TYPE_CHECKING:
-    from grpo_cli.records import Completion, Prompt, Rollout
+    from grpo_cli.data.prompts import PromptStream
+    from grpo_cli.distributed.workers import Workers
+    from grpo_cli.records import Completion, Group, Prompt
 
 IMAGES = "images"  # column with the prompt's images
-WRITTEN = ("completions.parquet", "completions.jsonl")  # file names in the folder of an evaluation
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A completion as passed to reward functions."""
-
-    row: int  # row of the data set; for stored completions the line of their file, from 0
-    prompt: Any  # a string, or messages of a chat; "" if the file has no prompts
-    text: str
-    ids: Sequence[int] | None  # sampled tokens; None if the file has none
-    columns: Mapping[str, Any]  # all other columns
-    prefill: str = ""  # assistant text before the completion, in a chat
-    episode: Mapping[str, Any] | None = None  # result of `episode_of`
-    environment_failed: bool = False  # if set, no reward applies
-    images: tuple[StoredImage, ...] = ()  # the prompt's images, in order
-
-    @property
-    def unreadable(self) -> str | None:
-        """Why an image cannot be read; None if all can."""
-        return unreadable(self.images)
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> Sample:
-        """Returns the sample of a rollout."""
-        prompt, completion = rollout.prompt, rollout.completion
-        return cls(
-            prompt.row,
-            prompt.text,
-            rollout.text,
-            completion.ids,
-            prompt.columns,
-            prompt.prefill,
-            episode_of(completion),
-            completion.environment_failed,
-            prompt.images,
-        )
-
-    @classmethod
-    def of_row(
-        cls, rows: Rows, number: int, prompt: Any, text: str, ids: Sequence[int] | None,
-        max_pixels: int | None,
-    ) -> Sample:  # fmt: skip
-        """Returns the sample of a completion that was not sampled; see `images.of_row`."""
-        row = rows.rows[number]
-        found = images_of_rows.of_row(rows, number, row, prompt, max_pixels)
-        columns = other_columns(row) | other_columns(found.columns)
-        return cls(rows.line(number), found.prompt, text, ids, columns, images=found.images)
-
-
-def episode_of(completion: Completion) -> dict[str, Any] | None:
-    """Returns an episode as passed to reward functions; None for other completions."""
-    if not completion.is_episode:
-        return None
-    return {
-        "messages": list(completion.messages),
-        "turns": [dataclasses.asdict(turn) for turn in completion.turns],
-        "stop_reason": completion.stop_reason,
-        "rewards": dict(completion.env_rewards),
-        "metrics": dict(completion.env_metrics),
-    }
+ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
+WRITTEN = "completions.parquet"  # file in the folder of an evaluation
 
 
 # Columns of a stored episode, and their keys in `episode_of`.
@@ -130,9 +77,11 @@ def find(path: Path, key: str) -> Path:
     if not path.is_dir():
         return path
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    stored = [path / name for name in WRITTEN]
-    stored.append(run / "eval" / path.name / WRITTEN[0])
-    stored.append(run / "completions" / f"{path.name}.parquet")
+    stored = [
+        path / WRITTEN,
+        run / "eval" / path.name / WRITTEN,
+        run / "completions" / f"{path.name}.parquet",
+    ]
     if run == path:
         stored += [run / "completions" / f"step-{n}.parquet" for n in steps_stored(run)[::-1]]
     for file in stored:
@@ -140,7 +89,7 @@ def find(path: Path, key: str) -> Path:
             return file
     raise UserError(
         f"{key} = {path}: holds no completions (completions/step-N.parquet of a run, "
-        f"{' or '.join(WRITTEN)} of an evaluation)."
+        f"{WRITTEN} of an evaluation)."
     )
 
 
@@ -260,7 +209,12 @@ def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
     return cell
 
 
-def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
+def read_texts(file: Any) -> Any:
+    """Returns the table of an open Parquet file without images, which may be large."""
+    return file.read(columns=[name for name in file.schema_arrow.names if name != IMAGES])
+
+
+def check_readable(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
     """Checks that all images in columns can be read, before rewards need them.
 
     Args:
@@ -352,3 +306,109 @@ def _prompt(cell: Any, where: str) -> tuple[Any, str]:
     messages = conversations.normalized(messages, where, "prompt")
     prefill = conversations.prefill_of(messages)
     return messages[:-1] if prefill else messages, prefill
+
+
+def rows_of_all(
+    workers: Workers, step: int, groups: Sequence[Group], stream: PromptStream
+) -> list[dict[str, Any]]:
+    """Gathers all processes' completions as rows on the main process, in the order of prompts."""
+    of_groups = zip(groups, rows_by_group(groups, step, images=stream.has_images), strict=True)
+    parts = workers.gather_on_main([(g.prompt_index, row) for g, rows in of_groups for row in rows])
+    return [row for _, row in sorted(chain.from_iterable(parts), key=itemgetter(0))]
+
+
+def rows_by_group(
+    groups: Sequence[Group], step: int = 0, *, images: bool | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """Yields the completions of each group as rows of a table.
+
+    Args:
+        images: whether the rows hold the images of their prompts; None: if any prompt has some.
+    """
+    images = any(g.prompt.images for g in groups) if images is None else images
+    for g in groups:
+        cell = images_cell(g.prompt) if images else None  # one object, so that it is sent once
+        yield [completion_row(step, g, i, cell) for i in range(len(g.rollouts))]
+
+
+def completion_row(
+    step: int, group: Group, sample: int, images: list[dict[str, Any] | None] | None = None
+) -> dict[str, Any]:
+    """Returns a rollout as a row of a table; values of tokens are arrays, for fast gathering.
+
+    Args:
+        images: `images_cell` of the prompt; None: the row has no such column.
+    """
+    from grpo_cli.records import TrainingSample  # late: it imports torch
+
+    r = group.rollouts[sample]
+    own: dict[str, Any] = {}
+    if isinstance(r, TrainingSample):  # not of an evaluation
+        own = {"advantage": r.advantage, "token_advantages": None}
+        if r.token_advantages is not None:
+            own["token_advantages"] = r.token_advantages.tolist()
+    return {
+        "step": step,
+        "row": group.prompt.row,
+        "sample": sample,
+        "prompt": prompt_cell(group.prompt),
+        "completion": r.text,
+        "reward": r.reward if math.isfinite(r.reward) else None,
+        **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
+        **{f"extras/{name}": value for name, value in r.extras.items()},
+        "columns": columns_cell(group.prompt, images is not None),
+        **own,
+        "finish_reason": r.completion.finish_reason,
+        "prompt_ids": np.array(group.prompt.ids, dtype=np.int64),
+        "completion_ids": np.array(r.completion.ids, dtype=np.int64),
+        "sampling_logprobs": np.array(r.completion.sampling_logprobs, dtype=np.float64),
+        **episode_cells(r.completion),
+        **({} if images is None else {IMAGES: images}),
+    }
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows as a Parquet file, atomically: a push reads it while the run writes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns: dict[str, Any] = {}
+    for name in names:
+        if name == IMAGES:
+            continue
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pyarrow.array(values)
+        except (pyarrow.ArrowException, TypeError, OverflowError):  # no common type
+            texts = [json.dumps(v, ensure_ascii=False, default=str) for v in values]
+            columns[name] = pyarrow.array(texts)
+    with replaced(path) as partial:
+        table = pyarrow.table(columns)
+        if IMAGES in names:
+            _write_with_images(partial, table, [row[IMAGES] for row in rows])
+        else:
+            pyarrow.parquet.write_table(table, partial)
+
+
+def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> None:
+    """Writes a table with a column of images, which `datasets` and the hub show as images.
+
+    Completions of a prompt share their images. The file holds each image once per row group, in a
+    dictionary with room for all of them.
+    """
+    import datasets
+    import pyarrow.parquet
+
+    schema = datasets.Features({IMAGES: datasets.List(datasets.Image())}).arrow_schema
+    field = schema.field(IMAGES)
+    whole = table.schema.append(field).with_metadata(schema.metadata)
+    sizes = [sum(len(image["bytes"]) for image in cell if image) for cell in images]
+    with pyarrow.parquet.ParquetWriter(path, whole, dictionary_pagesize_limit=2**30) as writer:
+        start = held = 0
+        for end, size in enumerate([*sizes[1:], None], start=1):
+            held += sizes[end - 1]
+            if size is None or held + size > ROW_GROUP_BYTES:
+                part = pyarrow.array(images[start:end], field.type)
+                writer.write_table(table.slice(start, end - start).append_column(field, part))
+                start, held = end, 0

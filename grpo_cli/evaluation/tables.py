@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_cli.data.stored_completions import rows_by_group, write_parquet
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import Mode
 from grpo_cli.evaluation.tasks import TaskResult
-from grpo_cli.files import read_json
-from grpo_cli.reporting.reporter import nested, rows_by_group, with_interval, write_parquet
-from grpo_cli.reporting.status import write_text
+from grpo_cli.files import read_json, write_text
+from grpo_cli.reporting.reporter import nested, with_interval
 
 WRITTEN = ("eval.json", "completions.parquet", "table.md")
 

@@ -9,14 +9,11 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import datasets
-import numpy as np
 import torch
 import transformers
 from rich.console import Console
@@ -29,27 +26,16 @@ from grpo_cli.checkpoints.paths import shown as shown_path
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data import conversations
-from grpo_cli.data.prompts import PromptStream
-from grpo_cli.data.stored_completions import (
-    IMAGES,
-    columns_cell,
-    episode_cells,
-    images_cell,
-    prompt_cell,
-)
+from grpo_cli.data.stored_completions import write_parquet
 from grpo_cli.distributed import heartbeat
-from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError, counted
-from grpo_cli.files import json_object, read_text, reason
-from grpo_cli.records import Group, TrainingSample
+from grpo_cli.files import json_object, read_text, reason, write_text
 from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.progress import Bar, clock, measure_of, times
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
 from grpo_cli.reporting.settings import Log
 from grpo_cli.reporting.stage_clock import MemoryMeter
-from grpo_cli.reporting.status import Status, replaced, write_text
-
-ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
+from grpo_cli.reporting.status import Status
 
 
 class Reporter:
@@ -228,63 +214,6 @@ def needed(path: Path) -> Iterator[None]:
         ) from error
 
 
-def rows_of_all(
-    workers: Workers, step: int, groups: Sequence[Group], stream: PromptStream
-) -> list[dict[str, Any]]:
-    """Gathers all processes' completions as rows on the main process, in the order of prompts."""
-    of_groups = zip(groups, rows_by_group(groups, step, images=stream.has_images), strict=True)
-    parts = workers.gather_on_main([(g.prompt_index, row) for g, rows in of_groups for row in rows])
-    return [row for _, row in sorted(chain.from_iterable(parts), key=itemgetter(0))]
-
-
-def rows_by_group(
-    groups: Sequence[Group], step: int = 0, *, images: bool | None = None
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields the completions of each group as rows of a table.
-
-    Args:
-        images: whether the rows hold the images of their prompts; None: if any prompt has some.
-    """
-    images = any(g.prompt.images for g in groups) if images is None else images
-    for g in groups:
-        cell = images_cell(g.prompt) if images else None  # one object, so that it is sent once
-        yield [completion_row(step, g, i, cell) for i in range(len(g.rollouts))]
-
-
-def completion_row(
-    step: int, group: Group, sample: int, images: list[dict[str, Any] | None] | None = None
-) -> dict[str, Any]:
-    """Returns a rollout as a row of a table; values of tokens are arrays, for fast gathering.
-
-    Args:
-        images: `images_cell` of the prompt; None: the row has no such column.
-    """
-    r = group.rollouts[sample]
-    own: dict[str, Any] = {}
-    if isinstance(r, TrainingSample):  # not of an evaluation
-        own = {"advantage": r.advantage, "token_advantages": None}
-        if r.token_advantages is not None:
-            own["token_advantages"] = r.token_advantages.tolist()
-    return {
-        "step": step,
-        "row": group.prompt.row,
-        "sample": sample,
-        "prompt": prompt_cell(group.prompt),
-        "completion": r.text,
-        "reward": finite(r.reward),
-        **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
-        **{f"extras/{name}": value for name, value in r.extras.items()},
-        "columns": columns_cell(group.prompt, images is not None),
-        **own,
-        "finish_reason": r.completion.finish_reason,
-        "prompt_ids": np.array(group.prompt.ids, dtype=np.int64),
-        "completion_ids": np.array(r.completion.ids, dtype=np.int64),
-        "sampling_logprobs": np.array(r.completion.sampling_logprobs, dtype=np.float64),
-        **episode_cells(r.completion),
-        **({} if images is None else {IMAGES: images}),
-    }
-
-
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns completions as a table to be printed, with a column for each reward."""
     numbers = [*(key for key in rows[0] if key.startswith("rewards/")), "reward", "advantage"]
@@ -307,53 +236,6 @@ def versions() -> dict[str, str]:
     packages = (grpo_cli, torch, transformers, accelerate, datasets)
     own, *others = ((package.__name__, package.__version__) for package in packages)
     return dict([own, ("python", platform.python_version()), *others])
-
-
-def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows as a Parquet file, atomically: a push reads it while the run writes."""
-    import pyarrow
-    import pyarrow.parquet
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns: dict[str, Any] = {}
-    for name in names:
-        if name == IMAGES:
-            continue
-        values = [row.get(name) for row in rows]
-        try:
-            columns[name] = pyarrow.array(values)
-        except (pyarrow.ArrowException, TypeError, OverflowError):  # no common type
-            texts = [json.dumps(v, ensure_ascii=False, default=str) for v in values]
-            columns[name] = pyarrow.array(texts)
-    with replaced(path) as partial:
-        table = pyarrow.table(columns)
-        if IMAGES in names:
-            _write_with_images(partial, table, [row[IMAGES] for row in rows])
-        else:
-            pyarrow.parquet.write_table(table, partial)
-
-
-def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> None:
-    """Writes a table with a column of images, which `datasets` and the hub show as images.
-
-    Completions of a prompt share their images. The file holds each image once per row group, in a
-    dictionary with room for all of them.
-    """
-    import datasets
-    import pyarrow.parquet
-
-    schema = datasets.Features({IMAGES: datasets.List(datasets.Image())}).arrow_schema
-    field = schema.field(IMAGES)
-    whole = table.schema.append(field).with_metadata(schema.metadata)
-    sizes = [sum(len(image["bytes"]) for image in cell if image) for cell in images]
-    with pyarrow.parquet.ParquetWriter(path, whole, dictionary_pagesize_limit=2**30) as writer:
-        start = held = 0
-        for end, size in enumerate([*sizes[1:], None], start=1):
-            held += sizes[end - 1]
-            if size is None or held + size > ROW_GROUP_BYTES:
-                part = pyarrow.array(images[start:end], field.type)
-                writer.write_table(table.slice(start, end - start).append_column(field, part))
-                start, held = end, 0
 
 
 def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Table:

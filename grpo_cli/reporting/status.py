@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting
 from grpo_cli.errors import NO_READER, Stopped, lost_reader
+from grpo_cli.files import write_text
 from grpo_cli.reporting.run_folder import STATUS
 
 SECONDS = 1.0  # between two writes
@@ -132,21 +132,3 @@ def memory() -> dict[str, int]:
         used["cuda_reserved"] = torch.cuda.memory_reserved()
         used["cuda_peak"] = torch.cuda.max_memory_allocated()
     return used
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yields a path to write, which then replaces a file: a reader sees the old one or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    with replaced(path) as partial:
-        partial.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from grpo_cli.config.interpolation import printable
 from grpo_cli.data.conversations import text_of
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.errors import counted
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.data.rows import DATASET
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.rewards import Traits, traits_of
 from grpo_cli.scoring import registry

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.scoring.bound_reward import BoundReward, TrainerState
 from grpo_cli.scoring.guards import CallResult, blame, contained, no_exit, recorders, with_opened
 from grpo_cli.scoring.pool import Call, Pool

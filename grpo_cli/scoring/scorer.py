@@ -15,7 +15,7 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.data import stored_completions
 from grpo_cli.data.prompts import other_columns
 from grpo_cli.data.rows import Rows, check_columns
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.scoring.bound_reward import BoundReward, Signature, TrainerState, bind_reward
@@ -128,12 +128,12 @@ class Scorer:
                     found.setdefault(number, f"reward.{name}: {why}")
         return found
 
-    def check_images(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
-        """Checks that images can be read, in the columns that a reward function takes."""
+    def check_readable(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
+        """Checks that files in the columns that reward functions take can be read."""
         signatures = [reward.signature for reward in self.rewards.values()]
         names = dict.fromkeys(name for of_one in columns for name in of_one)
         taken = [name for name in names if any(s.takes(name) for s in signatures)]
-        stored_completions.check_images(({n: one.get(n) for n in taken} for one in columns), key)
+        stored_completions.check_readable(({n: one.get(n) for n in taken} for one in columns), key)
 
     def _described(self) -> Iterator[str]:
         for name, reward in self.rewards.items():

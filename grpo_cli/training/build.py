@@ -21,6 +21,7 @@ from grpo_cli.distributed.stop_signal import Interrupts, StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, counted
 from grpo_cli.evaluation.evaluator import Evaluator
+from grpo_cli.files import write_text
 from grpo_cli.generation import factory
 from grpo_cli.models import loading, quantization
 from grpo_cli.models.families import num_experts
@@ -30,7 +31,6 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
-from grpo_cli.reporting.status import write_text
 from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Loaded
 from grpo_cli.training.inputs import (

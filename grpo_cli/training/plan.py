@@ -19,6 +19,7 @@ from grpo_cli.data.prompts import make_prompts, solution_pairs
 from grpo_cli.data.rows import Rows
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
+from grpo_cli.files import write_text
 from grpo_cli.models import loading, tiny
 from grpo_cli.planning import devices
 from grpo_cli.planning.memory import Job, Lengths
@@ -27,7 +28,6 @@ from grpo_cli.planning.sizes import sizes_of
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.progress import STAGES
 from grpo_cli.reporting.stage_clock import MemoryMeter
-from grpo_cli.reporting.status import write_text
 from grpo_cli.training import prepare
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.prompts import prompt_texts
 from grpo_cli.data.rows import DATASET, Rows, load_named, select_rows
+from grpo_cli.data.sample import Sample
 from grpo_cli.data.settings import Dataset
-from grpo_cli.data.stored_completions import Sample
 from grpo_cli.data.streaming import RowStream
 from grpo_cli.errors import UserError, first_three
 from grpo_cli.evaluation import benchmarks

@@ -13,11 +13,12 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.schedules import at_step, between
 from grpo_cli.data.prompts import MixtureStream
+from grpo_cli.data.stored_completions import rows_of_all
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.generation.settings import Generation
 from grpo_cli.models.settings import Optimizer
-from grpo_cli.reporting.reporter import metrics_line, rows_of_all
+from grpo_cli.reporting.reporter import metrics_line
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
 from grpo_cli.training.run import Run, StepBatch, StepProgress

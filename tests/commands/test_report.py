@@ -9,7 +9,7 @@ import pytest
 
 from grpo_cli import cli
 from grpo_cli.commands import report
-from grpo_cli.reporting.reporter import write_parquet
+from grpo_cli.data.stored_completions import write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.report_runs import write_json, write_run
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.commands.score import CHUNK, score_samples
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.scoring.settings import Reward, Scoring

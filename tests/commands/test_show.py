@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.reporting.reporter import completion_row, write_parquet
+from grpo_cli.data.stored_completions import completion_row, write_parquet
 from tests.conftest import Grpo, make_group, make_rollout
 from tests.episodes import make_episode
 

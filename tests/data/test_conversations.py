@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from grpo_cli.data.conversations import normalized, parsed, template_kwargs
 from grpo_cli.data.prompts import make_prompts, prompt_text
 from grpo_cli.data.rows import load_rows
+from grpo_cli.data.sample import Sample
 from grpo_cli.data.settings import Dataset
-from grpo_cli.data.stored_completions import Sample, load, prompt_cell
+from grpo_cli.data.stored_completions import load, prompt_cell, write_parquet
 from grpo_cli.errors import UserError
 from grpo_cli.records import Completion, Prompt, Rollout
-from grpo_cli.reporting.reporter import write_parquet
 from tests.data.test_rows import rows
 
 USER = {"role": "user", "content": "1+1="}

@@ -9,9 +9,9 @@ import pytest
 from grpo_cli.config.sources import absolute, has_splits
 from grpo_cli.data.rows import load_rows
 from grpo_cli.data.settings import Dataset
+from grpo_cli.data.stored_completions import write_parquet
 from grpo_cli.data.streaming import open_stream
 from grpo_cli.errors import UserError
-from grpo_cli.reporting.reporter import write_parquet
 from tests.tables import table
 
 A, B, C = ({"question": f"{n}+1=", "answer": str(n + 1)} for n in range(3))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_cli.data.stored_completions import Sample, episode_cells, load
-from grpo_cli.reporting.reporter import completion_row, write_parquet
+from grpo_cli.data.sample import Sample
+from grpo_cli.data.stored_completions import completion_row, episode_cells, load, write_parquet
 from tests.conftest import make_group, make_rollout
 from tests.episodes import MESSAGES, make_episode
 

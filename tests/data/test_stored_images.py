@@ -12,15 +12,15 @@ import PIL.Image
 import pyarrow.parquet
 import pytest
 
-from grpo_cli.data import conversations, images
+from grpo_cli.data import conversations, images, stored_completions
 from grpo_cli.data.rows import Rows
-from grpo_cli.data.stored_completions import Sample, check_images, load
+from grpo_cli.data.sample import Sample
+from grpo_cli.data.stored_completions import check_readable, load, write_parquet
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import tables
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.images import StoredImage
 from grpo_cli.records import regrouped
-from grpo_cli.reporting import reporter
 from tests.conftest import make_group, make_rollout
 from tests.pictures import PNG, image_groups, write_groups
 from tests.test_images import encoded
@@ -65,7 +65,7 @@ def test_an_evaluation_stores_them_too(tmp_path: Path) -> None:
     task: Any = SimpleNamespace(name="mine", mode="cot", right="x")
     result = TaskResult(task, {}, regrouped(groups, judged))
     rows = [*tables.completion_rows([result])]
-    reporter.write_parquet(tmp_path / "completions.parquet", rows)
+    write_parquet(tmp_path / "completions.parquet", rows)
     read = load(tmp_path / "completions.parquet", {}, "input")
     sizes = [[i.open().size for i in sample.images] for sample in read]
     assert sizes == [[(30, 20)]] * 2 + [[]] * 2 + [[(6, 4)]] * 2
@@ -106,7 +106,7 @@ def test_a_path_is_stored_with_its_picture_and_a_file_that_is_gone_is_null(tmp_p
     first, second = load(tmp_path / "a.parquet", {}, "input")
     assert first.images[0].encoded()["bytes"] == PNG
     with pytest.raises(UserError, match=r"a.parquet, row 1, column 'images': holds no images"):
-        check_images([first.columns, second.columns], "input")
+        check_readable([first.columns, second.columns], "input")
 
 
 def test_a_file_holds_an_image_once_for_all_completions(
@@ -121,7 +121,7 @@ def test_a_file_holds_an_image_once_for_all_completions(
     write_groups(path, image_groups(rows, 60, None))
     total = sum(map(len, noise))
     assert total < path.stat().st_size < 1.2 * total
-    monkeypatch.setattr(reporter, "ROW_GROUP_BYTES", 150 * len(noise[0]))
+    monkeypatch.setattr(stored_completions, "ROW_GROUP_BYTES", 150 * len(noise[0]))
     write_groups(path, image_groups(rows, 60, None))
     assert pyarrow.parquet.ParquetFile(path).num_row_groups == 5
     stored = pyarrow.parquet.read_table(path)["images"].to_pylist()
@@ -132,9 +132,9 @@ def test_images_that_were_not_written_are_told(tmp_path: Path) -> None:
     write_groups(tmp_path / "a.parquet", image_groups(), images=False)
     read = load(tmp_path / "a.parquet", {}, "input")
     assert read[0].images == ()
-    check_images([s.columns for s in read[2:4]], "input")
+    check_readable([s.columns for s in read[2:4]], "input")
     with pytest.raises(UserError, match=r"a\.parquet: holds no images, which the rewards read"):
-        check_images([s.columns for s in read], "input")
+        check_readable([s.columns for s in read], "input")
 
 
 def test_a_users_own_file_has_images_in_columns_and_messages(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from grpo_cli.config.interpolation import printable
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.records import Rollout
 from grpo_cli.reporting.trajectories import trajectory
 from tests.episodes import make_episode

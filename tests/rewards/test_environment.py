@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.rewards.environment import environment
 from tests.episodes import make_episode
 from tests.tables import table

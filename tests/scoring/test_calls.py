@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_cli import rewards
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Rollout

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.checkpoints.paths import steps_saved
-from grpo_cli.data.stored_completions import IMAGES, Sample, sample_of
+from grpo_cli.data.sample import Sample
+from grpo_cli.data.stored_completions import read_texts, sample_of
 from grpo_cli.errors import UserError
 from grpo_cli.files import open_file, reading
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, RunFolder
@@ -114,7 +115,7 @@ def best_and_worst(path: Path) -> list[Sample]:
     import pyarrow.parquet
 
     with reading(path), open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
-        table = file.read(columns=[n for n in file.schema_arrow.names if n != IMAGES])
+        table = read_texts(file)
     rewards = [-math.inf if r is None else r for r in table["reward"].to_pylist()]
     known = [i for i, reward in enumerate(rewards) if math.isfinite(reward)] or [0]
     best, worst = max(known, key=rewards.__getitem__), min(known, key=rewards.__getitem__)

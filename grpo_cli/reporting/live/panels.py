@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grpo_cli.checkpoints.manifest import in_words
 from grpo_cli.config.interpolation import printable
-from grpo_cli.data.stored_completions import Sample
+from grpo_cli.data.sample import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
 from grpo_cli.reporting.live.following import Followed

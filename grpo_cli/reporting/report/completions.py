@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.config.interpolation import masked, masker
-from grpo_cli.data.stored_completions import IMAGES
 from grpo_cli.files import open_file, reading
 from grpo_cli.reporting.report import facts, token_texts
 from grpo_cli.reporting.report.curves import rounded
@@ -107,7 +106,8 @@ def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
         table = pyarrow.parquet.read_table(file).slice(0, most)
     columns: dict[str, Sequence[Any]] = {}
     for name in table.column_names:
-        is_tokens = name != IMAGES and pyarrow.types.is_list(table[name].type)
+        kind = table[name].type
+        is_tokens = pyarrow.types.is_list(kind) and pyarrow.types.is_primitive(kind.value_type)
         columns[name] = table[name].to_numpy() if is_tokens else table[name].to_pylist()
     names = [*columns]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -26,10 +26,10 @@ from markupsafe import Markup
 from grpo_cli import __version__
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.interpolation import masker
+from grpo_cli.files import write_text
 from grpo_cli.reporting.report import completions, curves, facts
 from grpo_cli.reporting.report.completions import ReportLimits
 from grpo_cli.reporting.run_folder import RunFolder
-from grpo_cli.reporting.status import write_text
 
 if TYPE_CHECKING:
     from grpo_cli.training.callbacks import Event

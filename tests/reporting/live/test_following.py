@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from grpo_cli.data.stored_completions import completion_row, write_parquet
+from grpo_cli.files import write_text
 from grpo_cli.reporting.live.following import Followed, best_and_worst
-from grpo_cli.reporting.reporter import completion_row, write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
-from grpo_cli.reporting.status import write_text
 from tests.conftest import make_group, make_rollout
 from tests.tables import table
 

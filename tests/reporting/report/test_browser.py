@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_cli.data.stored_completions import completion_row, write_parquet
 from grpo_cli.reporting.report import page as report_page
-from grpo_cli.reporting.reporter import completion_row, write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.browser import Browser, Page
 from tests.conftest import make_group

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from grpo_cli.data.stored_completions import write_parquet
 from grpo_cli.reporting.report import page
 from grpo_cli.reporting.report.completions import ReportLimits
-from grpo_cli.reporting.reporter import write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.report_runs import HOSTILE, completion, write_run
 
