@@ -26,7 +26,7 @@ from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
 # Mappings whose names are the user's own, or a knob's.
-MAPPINGS = {"reward": "NAME", "schedules": "KEY", "callbacks": "NAME"}
+MAPPINGS = {"reward": "NAME", "callbacks": "NAME"}
 
 
 def qwen(layers: int, hidden: int, heads: int, kv: int, width: int, **own: Any) -> Any:

@@ -221,7 +221,7 @@ def all_gradients(
             samples = [r for g in own for r in g.rollouts]
             own = regrouped(own, [r.as_kind(TrainingSample, ref_logprobs=None) for r in samples])
         own.sort(key=lambda g: [mine.prompt_index for mine in groups].index(g.prompt_index))
-        step = Step(run, 0, recipe, Clock(workers.device))
+        step = Step(run, 0, Clock(workers.device))
         step.keep(StepBatch(own, dict(rollout_stats(every)), {}))
         metrics = loop.update_policy(run, step, own)
         found[name] = (gradients[0], metrics)

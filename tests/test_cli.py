@@ -154,8 +154,6 @@ def test_cfg_prints_the_composed_recipe_and_runs_nothing(grpo: Grpo, tmp_path: P
     _, out, _ = grpo("train", "--cfg", "job", "-p", "loss", "loss=gspo")
     assert "policy: clipped\n" in out
     assert "epsilon: 0.0003\n" in out
-    _, out, _ = grpo("train", "--cfg", "job", "schedules.loss.beta.to=0.1")
-    assert "schedules:\n  loss:\n    beta:\n      to: 0.1\n" in out
     assert not (tmp_path / "outputs").exists()
 
 
@@ -248,10 +246,8 @@ def test_rewards_and_columns_take_values_without_a_plus(grpo: Grpo) -> None:
     assert "answer: gold" in out
     _, out, err = grpo("train", "reward=[exact_match,length]", "--cfg", "job", "-p", "reward")
     assert out.count("function:") == 2, err
-    words = ["dataset.columns={answer: gold}", "schedules={loss.beta: {to: 0.1}}"]
-    _, out, err = grpo("train", *words, "--cfg", "job")
+    _, out, err = grpo("train", "dataset.columns={answer: gold}", "--cfg", "job")
     assert "answer: gold" in out, err
-    assert "schedules:\n  loss.beta:\n    to: 0.1\n" in out
 
 
 @pytest.mark.runs

@@ -129,7 +129,7 @@ def _one_subset_only(*, k: int, num_generations: int) -> str | None:
         return None
     return (
         f"advantage.args.k = {k}: must be below generation.num_generations = "
-        f"{num_generations}{{at}}; with all completions in one subset none is better than another."
+        f"{num_generations}; with all completions in one subset none is better than another."
     )
 
 

@@ -21,10 +21,9 @@ from grpo_cli.algorithm.variants import (
     parameters,
     traits_of,
 )
-from grpo_cli.config.knob import as_written, scheduled_violation, value_at, violation
+from grpo_cli.config.knob import as_written, value_at, violation
 from grpo_cli.config.parsing import unread
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step, steps_to_check
 from grpo_cli.errors import UserError, listed, nearest
 
 TENSORS = {  # inputs that a function may name
@@ -61,13 +60,7 @@ def problems(recipe: Recipe, given: Collection[str] = ()) -> Iterator[str]:
         yield from wrong
         if (check := traits_of(function).check) is not None and not wrong:
             checks.append((check, section))
-    for step in steps_to_check(recipe) if checks else ():
-        now, _ = at_step(recipe, step)
-        at = f" at step {step}" if recipe.schedules else ""
-        said = [_asked(check, now, section) for check, section in checks]
-        if any(said):
-            yield from (text.format(at=at) for text in said if text)
-            return
+    yield from filter(None, (_asked(check, recipe, section) for check, section in checks))
 
 
 def notices(recipe: Recipe) -> Iterator[str]:
@@ -118,12 +111,7 @@ def _argument_problems(
     config, prefix = getattr(recipe, section), f"{section}.args"
     known = own_arguments(function, config)
     there = f"it has {listed(known)}" if known else "it has none"
-    scheduled = {
-        key.removeprefix(f"{prefix}."): schedule
-        for key, schedule in recipe.schedules.items()
-        if key.startswith(f"{prefix}.")
-    }
-    for arg in dict.fromkeys([*config.args, *scheduled]):
+    for arg in config.args:
         if arg not in known:
             yield f"{prefix}.{arg}: {name} has no such argument; {there}.{nearest(arg, known)}"
     defaults = {arg: own.default for arg, own in known.items()}
@@ -132,7 +120,7 @@ def _argument_problems(
     for arg, own in known.items():
         key = f"{prefix}.{arg}"
         if arg not in values:
-            if own.default is not None or arg in scheduled:
+            if own.default is not None:
                 yield f"{key}: is missing; {name} has no default for it."
             continue
         if own.kind is float and type(values[arg]) is int:
@@ -143,9 +131,5 @@ def _argument_problems(
             yield f"{key} = {as_written(value)}: must be of type {own.kind.__name__}."
             continue
         yield from violation(key, value, vars(own.arg))
-        if arg in scheduled:
-            if type(value) not in (int, float):
-                yield f"schedules.{key}: {key} = {as_written(value)} is not a number."
-            yield from scheduled_violation(key, scheduled[arg].to, vars(own.arg), own.kind)
     if all(arg in known for arg in config.args):
         config.args = values

@@ -142,7 +142,7 @@ def _delta_is_below_the_clip(
     if delta is None or delta >= 1 + high:
         return None
     return (
-        f"loss.args.delta = {delta:g}: must be >= 1 + epsilon_high = {1 + high:g}{{at}}; "
+        f"loss.args.delta = {delta:g}: must be >= 1 + epsilon_high = {1 + high:g}; "
         "a lower one would also cut what positive advantages may gain."
     )
 
@@ -339,9 +339,7 @@ def gmpo(
 def _covariances_are_ordered(*, cov_low: float, cov_high: float) -> str | None:
     if cov_low < cov_high:
         return None
-    return (
-        f"loss.args.cov_low = {cov_low:g}: must be below loss.args.cov_high = {cov_high:g}{{at}}."
-    )
+    return f"loss.args.cov_low = {cov_low:g}: must be below loss.args.cov_high = {cov_high:g}."
 
 
 @policy_loss(

@@ -48,21 +48,17 @@ class Loss:
         "at -epsilon).",
         le=1,
         hint="For the upper bound: loss.epsilon_high.",
-        schedulable=True,
     )
     epsilon_high: float | None = at_least_0(
         None,
         "Upper clip distance: the ratio is clipped above at 1 + epsilon_high; null: epsilon.",
-        schedulable=True,
     )
     mask_truncated: bool = knob(
         False,
         "Exclude completions that reached the length limit from the loss; their rewards still "
         "count.",
     )
-    beta: float = at_least_0(
-        0.0, "Weight of the KL to the reference policy; 0 loads no reference.", schedulable=True
-    )
+    beta: float = at_least_0(0.0, "Weight of the KL to the reference policy; 0 loads no reference.")
     kl_estimator: str = knob(
         "k3",
         "Estimator of the KL on sampled tokens.",
@@ -97,7 +93,6 @@ class Loss:
     entropy_coef: float = at_least_0(
         0.0,
         "Weight of the entropy bonus; its initial value if entropy_target is set.",
-        schedulable=True,
     )
     entropy_target: float | None = above_0(
         None,
@@ -114,7 +109,6 @@ class Loss:
         "Share of the batch's tokens that the policy term trains on: the ones with the highest "
         "entropy.",
         le=1,
-        schedulable=True,
     )
     sampling_correction: str = knob(
         "none",
@@ -127,25 +121,25 @@ class Loss:
         3.0,
         "Upper bound of the ratio of sampling_correction; null: none.",
         read_if=("loss.sampling_correction",),
-        schedulable=True,
     )
     sampling_floor: float | None = at_least_0(
         None,
         "Lower bound of the ratio of sampling_correction; null: none.",
         read_if=("loss.sampling_correction",),
-        schedulable=True,
     )
     off_policy_mask: float | None = at_least_0(
         None,
         "Exclude the tokens with negative advantage of completions whose mean log-probability "
         "has fallen by more than this since sampling (DeepSeek-V3.2); null: keep them.",
-        schedulable=True,
     )
 
     def problems(self) -> Iterator[str]:
         """Yields messages about values that contradict one another."""
         if self.kl_bias_correction and self.kl_in == "reward":
             yield "loss.kl_bias_correction: is only read with loss.kl_in = loss; it is reward."
+        floor, cap = self.sampling_floor, self.sampling_cap
+        if floor is not None and cap is not None and floor > cap:
+            yield f"loss.sampling_floor = {floor:g}: must be <= loss.sampling_cap = {cap:g}."
         if self.entropy_target is not None and self.entropy_coef > 1:
             yield (
                 f"loss.entropy_coef = {self.entropy_coef}: must be <= 1, since loss.entropy_target "

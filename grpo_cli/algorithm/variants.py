@@ -46,7 +46,7 @@ class Traits:
     one_gradient_per_completion: bool = False  # so step rewards would have no separate effect
     summands: Callable[..., Tensor] | None = None  # for a rule: its summands, [P, G, R], if
     # they are not the weighted reward of each function
-    check: Callable[..., str | None] | None = None  # a contradiction; "{at}" stands for the step
+    check: Callable[..., str | None] | None = None  # a contradiction
     notice: Callable[..., str | None] | None = None  # allowed, but with less effect than expected
 
 

@@ -7,7 +7,6 @@ from itertools import chain
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config import parsing
-from grpo_cli.config.schedules import at_step
 from grpo_cli.data.stored_completions import rows_by_group, write_parquet
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
@@ -39,7 +38,7 @@ def probe(prepared: Prepared, prompts: int, samples: int | None) -> None:
         lock = Lock(folder) if workers.is_main else None
     try:
         reporter = Reporter(recipe, folder, workers.is_main)
-        group = at_step(recipe, 0)[0].generation.num_generations
+        group = recipe.generation.num_generations
         samples = samples or max(LEAST_SAMPLES, min(group, MOST_SAMPLES))
         result = measured(prepared, prompts, samples, workers, reporter)
         with workers.raise_together():

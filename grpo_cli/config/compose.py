@@ -131,6 +131,11 @@ def compose_and_call(
         if folder is not None:  # a damaged file is refused before Hydra reads it
             _read(folder / group / f"{choices[group]}.yaml")
     if only_this_file or (names_itself and is_stored(tree)):
+        if tree.pop("schedules", None):  # stored by an earlier version; usually {}
+            raise UserError(
+                "schedules: knobs no longer follow the step; delete this section of the stored "
+                "recipe.yaml, and resume with another value of the knob from the step on."
+            )
         # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
@@ -389,7 +394,7 @@ def _value_at(cfg: DictConfig, key: str) -> Any:
 
 
 def _allow_new_key(override: str) -> str:
-    """Prefixes an override that may add a reward, benchmark, renamed column or schedule."""
+    """Prefixes an override that may add a reward, benchmark or renamed column."""
     if override.startswith(OPEN_KEYS) or re.match(r"[\w.]+=\{", override):
         return f"++{override}"
     group, equals, choices = override.partition("=")

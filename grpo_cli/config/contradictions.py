@@ -10,7 +10,6 @@ from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.keys import ENTRIES, KNOBS
 from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step, steps_to_check
 from grpo_cli.data.settings import NOT_STREAMED, HeldOut
 from grpo_cli.errors import listed, nearest
 from grpo_cli.evaluation.settings import Eval
@@ -74,17 +73,6 @@ def _missing(recipe: Recipe) -> Iterator[str]:
     }
     if missing := [key for key, lacking in lacks.items() if lacking]:
         yield f"missing: {', '.join(missing)}. {EXAMPLE}"
-
-
-def contradictions_by_step(recipe: Recipe) -> Iterator[str]:
-    """Yields a message for the first step at which scalars, perhaps scheduled, lose their order."""
-    for step in steps_to_check(recipe):
-        now, _ = at_step(recipe, step)
-        at = f" at step {step}" if recipe.schedules else ""
-        floor, cap = now.loss.sampling_floor, now.loss.sampling_cap
-        if floor is not None and cap is not None and floor > cap:
-            yield f"loss.sampling_floor = {floor:g}: must be <= loss.sampling_cap = {cap:g}{at}."
-            return
 
 
 def of_dtype(recipe: Recipe) -> Iterator[str]:

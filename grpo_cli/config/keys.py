@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_cli.config import knob
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import Schedule
 from grpo_cli.data.settings import HeldOut, MixturePart
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring.settings import Reward
@@ -21,7 +20,6 @@ flagged = partial(knob.flagged, Recipe)  # keys of knobs and sections by a flag 
 ENTRIES: dict[str, type] = {
     "reward": Reward,
     "benchmark": Benchmark,
-    "schedules": Schedule,
     "callbacks": Callback,
     "dataset.held_out": HeldOut,
     "dataset.mixture": MixturePart,
@@ -40,9 +38,8 @@ def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
             continue
         fields = {f.name: f for f in dataclasses.fields(kind)}
         parts = rest.split(".")
-        start = len(parts) - 1 if kind is Schedule else 1  # names of schedules contain dots
-        if 0 < start < len(parts) and parts[start] in fields:
-            return fields[parts[start]], parts[start + 1 :]
+        if len(parts) > 1 and parts[1] in fields:
+            return fields[parts[1]], parts[2:]
     return None
 
 

@@ -44,7 +44,6 @@ class Flags:
             list must contain one) or, without values, if it is set. Setting an unread knob is an
             error.
         episodes: read only if tools or an environment answer the model's turns.
-        schedulable: the knob may be scheduled, since nothing is built from its first value.
         training: only training reads the knob; an evaluation refuses it.
         evaluated_as: what an evaluation reads instead of the knob.
         evaluated_if: (key, value): an evaluation reads the knob only if `key` has this value.
@@ -63,7 +62,6 @@ class Flags:
 
     read_if: tuple[Any, ...] = ()
     episodes: bool = False
-    schedulable: bool = False
     training: bool = False
     evaluated_as: str = ""
     evaluated_if: tuple[str, str] | None = None
@@ -179,13 +177,6 @@ def violation(key: str, value: Any, meta: Mapping[str, Any]) -> Iterator[str]:
             more = f" {meta['hint']}" if meta.get("hint") else ""
             what = allowed(meta) if math.isfinite(value) else "a finite number"
             yield f"{key} = {value}: must be {what}.{more}"
-
-
-def scheduled_violation(key: str, to: float, meta: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """Yields messages about the final value `to` of a knob's schedule."""
-    yield from violation(f"schedules.{key}.to", to, meta)
-    if kind in ("int", int) and math.isfinite(to) and to % 1:
-        yield f"schedules.{key}.to = {to}: must be a whole number."
 
 
 def as_written(value: Any) -> str:

@@ -59,7 +59,7 @@ class RecipeLayer:
         node, line, rest = self.root, 0, key[depth:]
         while rest:
             for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
-                parts = name.value.split(".")  # several parts in schedules
+                parts = name.value.split(".")  # several parts: names may have dots
                 if rest[: len(parts)] == parts:
                     node, line, rest = value, name.start_mark.line + 1, rest[len(parts) :]
                     break

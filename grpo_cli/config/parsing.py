@@ -17,20 +17,18 @@ from omegaconf.errors import (
 )
 
 from grpo_cli.config import interpolation
-from grpo_cli.config.contradictions import contradictions, contradictions_by_step
+from grpo_cli.config.contradictions import contradictions
 from grpo_cli.config.keys import ENTRIES, KNOBS, entry_field, flagged, is_among
 from grpo_cli.config.knob import (
     TYPES,
     allowed,
     as_written,
     flags_of,
-    scheduled_violation,
     value_at,
     violation,
 )
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.renamed import other_names
-from grpo_cli.config.schedules import Schedule
 from grpo_cli.config.sources import has_splits
 from grpo_cli.data.settings import HeldOut, MixturePart
 from grpo_cli.errors import UserError, first_line, listed, nearest
@@ -38,12 +36,10 @@ from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.scoring.settings import Reward
 from grpo_cli.training.settings import Callback
 
-E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
+E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart)
 
 # Mappings whose keys appear in names of folders and metrics.
 NAMED = ("benchmark", "dataset.mixture", "dataset.held_out", "callbacks")
-SCHEDULABLE = tuple(flagged("schedulable"))
-SCHEDULED_SECTIONS = {key.partition(".")[0] for key in SCHEDULABLE}
 
 
 def parse(
@@ -81,12 +77,11 @@ def parse(
     except OmegaConfBaseException as error:
         raise UserError(omegaconf_message(error) or str(error)) from error
     for mapping, kind in ENTRIES.items():
-        if kind is not Schedule:
-            entries = value_at(recipe, mapping)
-            for name, value in list(entries.items()):
-                del entries[name]
-                if value is not None:
-                    entries[name] = _entry(kind, f"{mapping}.{name}", value)
+        entries = value_at(recipe, mapping)
+        for name, value in list(entries.items()):
+            del entries[name]
+            if value is not None:
+                entries[name] = _entry(kind, f"{mapping}.{name}", value)
     for name, reward in recipe.reward.items():
         reward.function = reward.function or name
     names = {f"{mapping}.{name}": name for mapping in NAMED for name in value_at(recipe, mapping)}
@@ -94,17 +89,10 @@ def parse(
     for key, name in names.items():
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise UserError(f"{key}: its name may have letters, digits, _, - and dots.")
-    schedules = {k: v for k, v in _by_knob(recipe.schedules).items() if v is not None}
-    recipe.schedules = {k: _entry(Schedule, f"schedules.{k}", v) for k, v in schedules.items()}
-    for key, value in schedules.items():
-        if "to" not in value:
-            raise UserError(f"schedules.{key}.to: is missing; it is the value to end at.")
-    problems = [*_range_violations(recipe), *_schedule_violations(recipe)]
+    problems = [*_range_violations(recipe)]
     if not problems:
         for check in checks:
             problems += check(recipe, given)
-    if not problems and recipe.epochs is None:
-        problems += _step_violations(recipe)
     if recipe.dataset.chat != "auto":
         recipe.dataset.chat = bool(recipe.dataset.chat)
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
@@ -121,64 +109,22 @@ def with_steps(recipe: Recipe, prompts: int) -> Recipe:
     """Sets a recipe's `steps` so that it takes all prompts `epochs` times.
 
     The last step is complete, so that it may take the first prompts of another epoch.
-
-    Raises:
-        UserError: a schedule does not fit the number of steps.
     """
     if recipe.epochs is None:
         return recipe
     # 1e-9: a rounding error must not add a step to a whole number of steps.
     steps = max(1, math.ceil(recipe.epochs * prompts / recipe.prompts_per_step - 1e-9))
-    recipe = dataclasses.replace(recipe, steps=steps)
-    if problems := [*_step_violations(recipe)]:
-        raise UserError("\n".join(dict.fromkeys(problems)))
-    return recipe
-
-
-def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
-    """Flattens schedules to full keys, from {loss: {beta: {to: 0}}} or {loss.beta: {to: 0}}.
-
-    The command line's entries by section override a file's dotted entries, which come first.
-
-    Raises:
-        UserError: a key that cannot be scheduled, or a dotted key that is given twice.
-    """
-    out: dict[str, Any] = {}
-    entries = ((name, e) for name in tree for e in _schedule_entries({name: tree[name]}))
-    for name, (key, value) in entries:
-        # The loss checks its own arguments (`algorithm/arguments.py`).
-        if key not in SCHEDULABLE and not key.startswith("loss.args."):
-            beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
-            raise UserError(
-                f"schedules.{key}: is not a scalar that can follow the step; there are "
-                f"{listed(beside or SCHEDULABLE)}.{nearest_key(key, SCHEDULABLE)}"
-            )
-        if key in out and key == name:
-            raise UserError(f"schedules.{key}: is there twice; write it by section, once.")
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = out[key] | value if both else value
-    return out
-
-
-def _schedule_entries(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    fields = {f.name for f in dataclasses.fields(Schedule)}
-    for name, value in tree.items():
-        key = prefix + str(name)
-        is_entry = key in SCHEDULABLE or not isinstance(value, dict)
-        if not is_entry and not (value and value.keys() <= fields):
-            yield from _schedule_entries(value, key + ".")
-        elif value is not None or key not in SCHEDULED_SECTIONS:  # loss=null: no schedules
-            yield key, value
+    return dataclasses.replace(recipe, steps=steps)
 
 
 _KINDS = {
-    Reward: "reward", Benchmark: "benchmark", Schedule: "schedule", HeldOut: "held-out set",
+    Reward: "reward", Benchmark: "benchmark", HeldOut: "held-out set",
     MixturePart: "data set of a mixture", Callback: "callback",
 }  # fmt: skip
 
 
 def _entry(kind: type[E], key: str, value: Any) -> E:
-    """Parses an entry that the user names: a reward, benchmark or schedule."""
+    """Parses an entry that the user names: such as a reward or a benchmark."""
     fields = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(value, dict):
         raise UserError(f"{key} = {value!r}: must be a mapping of {listed(fields)}.")
@@ -212,39 +158,6 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
                 yield from violation(key, v, f.metadata)
 
 
-def _schedule_violations(recipe: Recipe) -> Iterator[str]:
-    for key, schedule in recipe.schedules.items():
-        first = value_at(recipe, key)
-        if first is None and key in KNOBS:
-            yield f"schedules.{key}: {key} is null; give it the value to begin with."
-        if f := KNOBS.get(key):  # `algorithm/arguments.py` checks a loss's arguments
-            yield from scheduled_violation(key, schedule.to, f.metadata, f.type)
-        if first is not None and first == schedule.to:
-            yield f"schedules.{key}.to = {schedule.to}: {key} begins with that value already."
-        if schedule.shape == "jump" and schedule.end is not None:
-            yield f"schedules.{key}.end: a jump happens at `begin`; it has no end."
-        if key == "generation.top_k" and schedule.shape != "jump" and 0 in (first, schedule.to):
-            yield f"schedules.{key}: 0 keeps all tokens and lies next to no number; use shape=jump."
-    adapted = {"loss.beta": "loss.kl_target", "loss.entropy_coef": "loss.entropy_target"}
-    for key, target in adapted.items():
-        if key in recipe.schedules and value_at(recipe, target) is not None:
-            yield f"schedules.{key}: {target} adapts it already; set one of the two."
-
-
-def _step_violations(recipe: Recipe) -> Iterator[str]:
-    """Yields messages about schedules that do not fit the number of steps."""
-    for key, schedule in recipe.schedules.items():
-        end = recipe.steps - 1 if schedule.end is None else schedule.end
-        if schedule.begin >= recipe.steps:
-            yield (
-                f"schedules.{key}.begin = {schedule.begin}: the run ends before; must be < steps = "
-                f"{recipe.steps}."
-            )
-        elif schedule.shape != "jump" and end <= schedule.begin and recipe.steps > 1:
-            yield f"schedules.{key}.end = {end}: must be after begin = {schedule.begin}."
-    yield from contradictions_by_step(recipe)
-
-
 def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     """Yields messages about knobs that nothing reads, given the values of the others."""
     defaults = Recipe()
@@ -261,8 +174,6 @@ def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         choices = KNOBS[other].metadata["choices"]
         if choices and any(way not in choices for way in ways):
             continue  # reported elsewhere
-        if other in recipe.schedules:
-            ways.append(recipe.schedules[other].to)
         if any(v in values if values else v not in (None, False, 0, "none") for v in ways):
             continue
         shown = ", ".join(map(str, found)) if isinstance(found, list) else found
@@ -275,15 +186,13 @@ def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 def unread(
     recipe: Recipe, key: str, default: Any, given: Collection[str], when: str
 ) -> Iterator[str]:
-    """Yields the message about an unread knob if it is set, given or scheduled.
+    """Yields the message about an unread knob if it is set or given.
 
     Args:
         when: "with KEY = VALUE; it is OTHER" or "when KEY is set".
     """
     value = value_at(recipe, key)
-    if key in recipe.schedules:
-        yield f"schedules.{key}: is only read {when}."
-    elif key in given:
+    if key in given:
         yield f"{key} = {as_written(value)}: is only read {when}."
     elif value != default:
         back = f"{key}={as_written(default)} takes it back."

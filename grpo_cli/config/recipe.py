@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.checkpoints.settings import Checkpoint
-from grpo_cli.config.knob import knob, plain, section
+from grpo_cli.config.knob import knob, section
 from grpo_cli.data.settings import Dataset
 from grpo_cli.distributed.settings import HALF_TYPES, Distributed
 from grpo_cli.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -64,11 +64,6 @@ class Recipe(RunSettings):
     advantage: Advantage = section(Advantage, training=True)
     optimizer: Optimizer = section(Optimizer, training=True)
     update: Update = section(Update, training=True, decides="updates")
-    schedules: dict[str, Any] = plain(
-        {},
-        "Schedules of scalars of loss and generation over the steps, such as loss.beta.to=0.",
-        training=True,
-    )
     distributed: Distributed = section(Distributed, without_effect=True)
     eval: Eval = section(Eval)
     stop: Stop = section(Stop, training=True)
@@ -129,6 +124,5 @@ class Recipe(RunSettings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run has, or a schedule will add, a KL to a reference."""
-        schedule = self.schedules.get("loss.beta")
-        return self.loss.beta > 0 or (schedule is not None and schedule.to > 0)
+        """Whether the run has a KL to a reference."""
+        return self.loss.beta > 0

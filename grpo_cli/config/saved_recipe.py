@@ -23,12 +23,6 @@ def as_yaml(recipe: Recipe) -> str:
     # A new run must not inherit the stored run's folder.
     for own in flagged("of_start"):
         del values[own]
-    # {loss.beta: …} becomes {loss: {beta: …}}, which an override can reach.
-    schedules: dict[str, Any] = {}
-    for key, schedule in values["schedules"].items():
-        section, _, name = key.partition(".")
-        schedules.setdefault(section, {})[name] = schedule
-    values["schedules"] = schedules
     text: str = yaml.safe_dump(
         {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
     )

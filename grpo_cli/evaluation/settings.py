@@ -126,7 +126,7 @@ class Eval:
     sampling: str = knob(
         "own",
         "Sampling settings of evaluation: eval.temperature and eval.top_p (own), or temperature, "
-        "top_p, top_k and min_p of generation, without their schedules (training).",
+        "top_p, top_k and min_p of generation (training).",
         choices=("own", "training"),
     )
     temperature: float | None = at_least_0(

@@ -137,7 +137,6 @@ class Generation:
         8,
         "Completions per prompt (the group size).",
         ge=2,
-        schedulable=True,
         decides="completions",
         evaluated_as="eval.num_samples",
     )
@@ -157,7 +156,6 @@ class Generation:
     temperature: float = above_0(
         1.0,
         "Sampling temperature, also applied to the trainer's log-probabilities.",
-        schedulable=True,
         decides="completions",
         evaluated_as="eval.temperature",
         evaluated_if=TRAINING,
@@ -166,7 +164,6 @@ class Generation:
         1.0,
         "Sample only from the most likely tokens that hold this share of the probability.",
         le=1,
-        schedulable=True,
         decides="distribution",
         evaluated_as="eval.top_p",
         evaluated_if=TRAINING,
@@ -174,7 +171,6 @@ class Generation:
     top_k: int = at_least_0(
         0,
         "Sample only from the K most likely tokens; 0: from all.",
-        schedulable=True,
         decides="distribution",
         evaluated_if=TRAINING,
     )
@@ -182,7 +178,6 @@ class Generation:
         0.0,
         "Drop tokens whose probability is below this share of the most likely token's.",
         le=1,
-        schedulable=True,
         decides="distribution",
         evaluated_if=TRAINING,
     )

@@ -14,7 +14,6 @@ from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.load_balancing import ExpertLoad
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.variants import knob_values, traits_of
-from grpo_cli.config.recipe import Recipe
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, inference
@@ -34,7 +33,6 @@ class TokenStats(NamedTuple):
 
 def token_stats(
     run: Run,
-    recipe: Recipe,
     policy_logprobs: PolicyLogprobs,
     rollouts: Sequence[Rollout],
     *,
@@ -46,7 +44,7 @@ def token_stats(
 
     def compute(micro_batch: list[Rollout]) -> list[TokenStats]:
         logprobs, entropies = policy_logprobs(
-            micro_batch, recipe.generation.temperature, entropy=entropy
+            micro_batch, run.recipe.generation.temperature, entropy=entropy
         )
         logprobs = logprobs.cpu()  # once a micro-batch: each copy makes the host wait
         entropies = None if entropies is None else entropies.cpu()
@@ -56,55 +54,54 @@ def token_stats(
             for i, n in enumerate(lengths)
         ]
 
-    run.policy.micro_batches.calibrate(rollouts, recipe.generation.temperature)
+    run.policy.micro_batches.calibrate(rollouts, run.recipe.generation.temperature)
     with inference(policy_logprobs.model):
         return run.policy.micro_batches.map_each(compute, rollouts, policy_logprobs)
 
 
-def with_old_logprobs(
-    run: Run, recipe: Recipe, rollouts: Sequence[R], needs: Callable[[Any], object]
-) -> list[R]:
+def with_old_logprobs(run: Run, rollouts: Sequence[R], needs: Callable[[Any], object]) -> list[R]:
     """Returns rollouts, those that need them with old log-probabilities.
 
     They are the current policy's, except that leftover and prefetched rollouts keep the ones of the
     policy that sampled them.
     """
     fresh = [r for r in rollouts if r.old_logprobs is None and needs(r)]
-    if samples_as_trained(run, recipe):
+    if samples_as_trained(run):
         found = iter([torch.tensor(r.completion.sampling_logprobs) for r in fresh])
     else:
-        found = iter([s.logprobs for s in token_stats(run, recipe, run.policy.logprobs, fresh)])
+        found = iter([s.logprobs for s in token_stats(run, run.policy.logprobs, fresh)])
     return [
         replace(r, old_logprobs=next(found)) if r.old_logprobs is None and needs(r) else r
         for r in rollouts
     ]
 
 
-def samples_as_trained(run: Run, recipe: Recipe) -> bool:
+def samples_as_trained(run: Run) -> bool:
     """Returns whether the sampler's log-probabilities are the policy's own, except for rounding."""
     return (
         run.generator.samples_from_policy
-        and recipe.rollout is None  # a function of the user's may sample from another distribution
-        and Sampling.of(recipe.generation).is_unfiltered
-        and recipe.mixed_precision == "no"
+        and run.recipe.rollout
+        is None  # a function of the user's may sample from another distribution
+        and Sampling.of(run.recipe.generation).is_unfiltered
+        and run.recipe.mixed_precision == "no"
         and run.policy.model.dtype in (torch.float32, torch.float64)
-        and recipe.loss.sampling_correction == "none"  # it measures how much the two differ
-        and recipe.loss.off_policy_mask is None
+        and run.recipe.loss.sampling_correction == "none"  # it measures how much the two differ
+        and run.recipe.loss.off_policy_mask is None
     )
 
 
 def with_ref_logprobs(
-    run: Run, recipe: Recipe, samples: Sequence[TrainingSample], needs: Callable[[Any], object]
+    run: Run, samples: Sequence[TrainingSample], needs: Callable[[Any], object]
 ) -> list[TrainingSample]:
     """Returns samples, those that need them with the reference policy's log-probabilities."""
     assert run.policy.reference is not None
     asked = [s for s in samples if needs(s)]
-    found = iter(token_stats(run, recipe, run.policy.reference.logprobs, asked))
+    found = iter(token_stats(run, run.policy.reference.logprobs, asked))
     return [replace(s, ref_logprobs=next(found).logprobs) if needs(s) else s for s in samples]
 
 
 def select_tokens(
-    run: Run, recipe: Recipe, samples: Sequence[WeightedSample], number: int, tokens: float
+    run: Run, samples: Sequence[WeightedSample], number: int, tokens: float
 ) -> tuple[list[WeightedSample], float]:
     """Selects tokens of an optimizer batch by entropy or covariance, over all processes.
 
@@ -119,9 +116,9 @@ def select_tokens(
     Returns:
         The samples with their selections, and the number of tokens that the policy term trains.
     """
-    config, selected = recipe.loss, [*samples]
+    config, selected = run.recipe.loss, [*samples]
     by_entropy = config.top_entropy < 1
-    found = token_stats(run, recipe, run.policy.logprobs, samples, entropy=by_entropy)
+    found = token_stats(run, run.policy.logprobs, samples, entropy=by_entropy)
     masks = [s.completion.sampled_mask for s in samples]  # tokens to select from
     if by_entropy:
         entropies = [
@@ -141,7 +138,7 @@ def select_tokens(
         logprobs, mine = everyones([s.logprobs for s in found])
         advantages, _ = everyones([s.advantages for s in samples])
         cov = token_selection.covariance(logprobs.double(), advantages.double())
-        seeds = [derive_seed(recipe.seed, STREAM, number, *s.place) for s in samples]
+        seeds = [derive_seed(run.recipe.seed, STREAM, number, *s.place) for s in samples]
         noise, _ = everyones([uniform(seed, len(m)) for seed, m in zip(seeds, masks, strict=True)])
         chosen = select(cov, noise, **knob_values(select, config))
         kept = at_places(masks, chosen[mine].float())
@@ -149,7 +146,7 @@ def select_tokens(
     return selected, tokens
 
 
-def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> ExpertLoad:
+def load_of_experts(run: Run, rollouts: Sequence[Rollout]) -> ExpertLoad:
     """Counts the tokens of each expert in an optimizer batch, over all processes.
 
     The count does not depend on micro-batches or on the number of processes. It costs one forward
@@ -157,7 +154,7 @@ def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> Ex
     """
     experts = num_experts(run.policy.model.config.get_text_config(decoder=True))
     assert experts is not None, "checked when the run was built"
-    temperature = recipe.generation.temperature
+    temperature = run.recipe.generation.temperature
 
     def count(micro_batch: list[Rollout]) -> list[float]:
         run.policy.logprobs(micro_batch, temperature)

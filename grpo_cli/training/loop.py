@@ -75,7 +75,7 @@ def take_step(run: Run, step: Step) -> None:
     """
     batch = step.batch  # None, unless the step was interrupted after sampling
     if batch is None:
-        batch = step.keep(collect(run, step.recipe, step.clock))  # sample and score
+        batch = step.keep(collect(run, step.clock))  # sample and score
     run.callbacks.call(run, "on_rollouts", groups=tuple(batch.groups))
     run.queue.prefetch(step.number)
     run.generator.offload()
@@ -99,10 +99,10 @@ def make_samples(run: Run, step: Step, batch: StepBatch) -> list[TrainingGroup]:
     needs = attrgetter("is_scored" if kl_in_reward else "loss_tokens")
     if step.num_updates > 1 or kl_in_reward:
         with step.clock.stage("old_logprobs"):
-            samples = logprob_passes.with_old_logprobs(run, recipe, samples, needs)
+            samples = logprob_passes.with_old_logprobs(run, samples, needs)
     if run.policy.reference is not None:
         with step.clock.stage("ref_logprobs"):
-            samples = logprob_passes.with_ref_logprobs(run, recipe, samples, needs)
+            samples = logprob_passes.with_ref_logprobs(run, samples, needs)
     groups, step_stats = regrouped(batch.groups, samples), batch.step_stats
     if kl_in_reward:
         beta = run.state.beta.value(loss)
@@ -188,7 +188,7 @@ def optimizer_batch(
         return None
     if loss.top_entropy < 1 or traits_of(loss_function(loss)).select_tokens is not None:
         number = step.number * step.num_updates + update
-        samples, tokens = logprob_passes.select_tokens(run, step.recipe, samples, number, tokens)
+        samples, tokens = logprob_passes.select_tokens(run, samples, number, tokens)
     beta, entropy, router = run.state.beta, run.state.entropy_bonus, run.policy.router_coef
     coefficients = Coefficients(beta.value(loss), entropy.value(loss), max(tokens, 1.0), router)
     with_gradient, entropy_only = split_by_gradient(run, step, samples, coefficients)
@@ -197,7 +197,7 @@ def optimizer_batch(
     step.clock.count("forward_backward", lambda: flops(with_gradient, backward=True))
     step.clock.count("forward_backward", lambda: flops(entropy_only))
     if coefficients.router:  # experts are counted over all processes before the first backward
-        load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
+        load = logprob_passes.load_of_experts(run, with_gradient)
         coefficients = replace(coefficients, load=load)
     return OptimizerBatch(coefficients, with_gradient, entropy_only)
 

@@ -94,13 +94,10 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
     """
     state, workers, queue = run.state, run.workers, run.queue
     progress, budget = run.recovery.progress, run.policy.micro_batches.budget
-    first = state.step + (progress is not None)  # the step of the first prefetched groups
-    prefetched = [
-        workers.gather(to_entries(batch.groups(), sampling_fingerprint(run.recipe, first + number)))
-        for number, batch in enumerate(kept)
-    ]
+    sampled_with = sampling_fingerprint(run.recipe)
+    prefetched = [workers.gather(to_entries(batch.groups(), sampled_with)) for batch in kept]
     sampled_again = (len(queue.prefetched) - len(kept)) * run.recipe.prompts_per_step
-    how = step_fingerprint(run.recipe, state.step)
+    how = step_fingerprint(run.recipe)
     own = None if progress is None else workers.gather(progress.own(how))
     state.seconds, state.since = state.total_seconds, time.monotonic()
     return {
@@ -408,7 +405,7 @@ def _progress(run: Run, saved: dict[str, Any] | None) -> StepProgress | None:
     """Returns the interrupted step, if it is still usable."""
     if saved is None:
         return None
-    fingerprint = step_fingerprint(run.recipe, run.state.step)
+    fingerprint = step_fingerprint(run.recipe)
     found = None
     if saved["how"] == digest(fingerprint):
         own = of_this_process(run, saved["own"])
@@ -421,9 +418,8 @@ def _progress(run: Run, saved: dict[str, Any] | None) -> StepProgress | None:
 
 def _restore_prefetched(run: Run, saved: list[list[list[dict[str, Any]]]]) -> None:
     """Restores prefetched groups; their prompts are sampled again if they are not usable now."""
-    first = run.state.step + (run.recovery.progress is not None)
-    for number, parts in enumerate(saved):
-        fingerprint = sampling_fingerprint(run.recipe, first + number)
+    fingerprint = sampling_fingerprint(run.recipe)
+    for parts in saved:
         groups = from_entries(of_this_process(run, parts), run.queue.stream, fingerprint)
         usable = run.workers.sum({"groups": float(len(groups))})["groups"]
         if usable != run.recipe.prompts_per_step:

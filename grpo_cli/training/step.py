@@ -11,7 +11,6 @@ from grpo_cli.algorithm.loss import SAMPLER_GAP, STALENESS, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step, between
 from grpo_cli.data.prompts import MixtureStream
 from grpo_cli.data.stored_completions import rows_of_all
 from grpo_cli.distributed import heartbeat
@@ -33,11 +32,15 @@ class Step:
 
     run: Run
     number: int  # counted from 0
-    recipe: Recipe  # with the values that schedules give it at this step
     clock: Clock
     metrics: dict[str, float] = field(default_factory=dict)  # logged once, when the step is done
     batch: StepBatch | None = None  # its rollouts, once they are scored
     is_complete: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's recipe."""
+        return self.run.recipe
 
     @property
     def num_updates(self) -> int:
@@ -184,23 +187,20 @@ def steps(run: Run) -> Iterator[Step]:
     if run.recovery.unreported is not None:
         metrics = run.recovery.unreported
         clock = make_clock(run)
-        yield Step(run, run.state.step - 1, run.recipe, clock, metrics, is_complete=True)
+        yield Step(run, run.state.step - 1, clock, metrics, is_complete=True)
     while not run.is_over:
         yield begin(run)
 
 
 def begin(run: Run) -> Step:
     """Begins the run's next step, or resumes an interrupted one."""
-    recipe, metrics = run.recipe, dict[str, float]()
-    if recipe.schedules:
-        recipe, metrics = at_step(recipe, run.state.step)
     clock = make_clock(run)
     heartbeat.at("generate", run.state.step + 1)
     run.interrupts.begin_step()
     run.recovery.begin_step(run.queue)
     progress = run.recovery.progress
     batch = progress.batch if progress else None
-    return Step(run, run.state.step, recipe, clock, metrics, batch)
+    return Step(run, run.state.step, clock, batch=batch)
 
 
 def make_clock(run: Run) -> Clock:
@@ -246,5 +246,6 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
     if config.schedule == "constant" or step < begin:
         return config.learning_rate
     done = (step - begin) / max(1, steps - begin)  # in [0, 1)
-    shape = "cosine" if config.schedule == "cosine" else "linear"
-    return between(config.learning_rate, config.min_learning_rate, done, shape)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    last = config.min_learning_rate
+    return last + (config.learning_rate - last) * left

@@ -11,7 +11,6 @@ import pytest
 
 from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.algorithm.variants import POLICY, RULES, find, own_arguments, readers, traits_of
-from grpo_cli.config.schedules import at_step
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import parse
 from tests.algorithm.test_loss import measured, output_of, terms_of
@@ -73,22 +72,18 @@ def message(**changes: Any) -> str:
     return str(error.value)
 
 
-def test_a_loss_of_the_users_with_an_argument_a_schedule_and_a_metric(mine: str) -> None:
+def test_a_loss_of_the_users_with_an_argument_and_a_metric(mine: str) -> None:
     changes = {"loss.policy": f"{mine}:gated", "advantage.rule": f"{mine}:halved"}
     found = parse(recipe(**changes))
     assert found.loss.args == {"slope": 2.0}
     assert found.advantage.args == {"factor": 0.5}
-    tree = recipe(**changes, **{"loss.args": {"slope": 3}, "steps": 5})
-    scheduled = parse({**tree, "schedules": {"loss": {"args": {"slope": {"to": 1}}}}})
-    assert scheduled.loss.args == {"slope": 3.0}
-    now, metrics = at_step(scheduled, 2)
-    assert (now.loss.args, metrics) == ({"slope": 2.0}, {"schedule/loss.args.slope": 2.0})
-    assert scheduled.loss.args == {"slope": 3.0}
+    given = parse(recipe(**changes, **{"loss.args": {"slope": 3}}))
+    assert given.loss.args == {"slope": 3.0}
 
     inputs = terms_of([[1.0, 0.0]], [[2.0, -1.0]], [[1, 1]])
-    output = output_of(now.loss, inputs)
+    output = output_of(found.loss, inputs)
     assert output.loss.item() == pytest.approx(-2.0 * (math.e * 2 - 1) / 2)
-    assert measured(now.loss, inputs)["gate/ratio"] == pytest.approx((math.e + 1) / 2)
+    assert measured(found.loss, inputs)["gate/ratio"] == pytest.approx((math.e + 1) / 2)
 
 
 def test_mistakes_are_one_sentence_each(mine: str) -> None:
@@ -105,10 +100,6 @@ def test_mistakes_are_one_sentence_each(mine: str) -> None:
         ({"loss.args": {"slope": 1}}, "args.slope: clipped has no such argument; it has delta"),
         ({"loss.policy": gated, "loss.epsilon": 0.3}, "loss.epsilon = 0.3: is only read with"),
         ({"advantage.rule": "grpo"}, "advantage.rule = 'grpo': must be one of group, rloo"),
-        (
-            {"loss.policy": gated, "schedules": {"loss": {"args": {"slope": {"to": 10}}}}},
-            "schedules.loss.args.slope.to = 10.0: must be > 0 and <= 9",
-        ),
     ]
     for changes, expected in cases:
         assert re.search(re.escape(expected), message(**changes)), (changes, message(**changes))

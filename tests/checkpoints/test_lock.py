@@ -124,7 +124,7 @@ def test_a_moved_folder_is_noticed(tmp_path: Path, change: Callable[[Path], None
 def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
     live = built(tmp_path / "run")
     rename(live.folder)
-    for write in (Step(live, 0, live.recipe, make_clock(live)).log, partial(save, live)):
+    for write in (Step(live, 0, make_clock(live)).log, partial(save, live)):
         with pytest.raises(TrainingError, match="was renamed or removed"):
             write()
     live.close()

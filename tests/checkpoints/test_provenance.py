@@ -163,7 +163,7 @@ def test_what_only_describes_a_model_and_its_data(tmp_path: Path) -> None:
         tmp_path / "theirs", reward=reward, model__path="some/model", dataset__eval="hub/name",
         dataset__train="pkg://grpo_cli/samples/arithmetic_train.jsonl", steps=7, seed=3,
         benchmark={"own": {"data": str(tmp_path / "theirs" / "rows.jsonl"), "reward": "choice"}},
-        schedules={"loss": {"beta": {"to": 0.1}}}, loss__policy="cispo", optimizer__args={"a": 1},
+        loss__policy="cispo", optimizer__args={"a": 1},
         model__chat_template="{{ messages }}", model__attn_implementation="sdpa",
     )  # fmt: skip
     assert asked(path) == []

@@ -21,7 +21,6 @@ from grpo_cli.evaluation.settings import Benchmark
     [
         ("generation.temperature=0.5", "is only read in training; evaluation reads eval.temp"),
         ("steps=5", "steps=5: is only read in training."),
-        ("schedules.loss.beta.to=0", "only read in training"),
     ],
 )
 def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
@@ -60,7 +59,7 @@ def composed(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"schedules": {"loss.beta": {"begin": 9, "end": 2, "to": 1}}},
+        {"loss.entropy_target": 1.0, "loss.entropy_coef": 2.0},
         {"generation.tools.seconds": 9.0},
     ],
     ids=str,

@@ -55,8 +55,7 @@ RECIPES: dict[str, list[str]] = {  # each mechanism once
     "bfloat16": [*SUMS, "mixed_precision=bf16", "update.minibatches=2"],
     "guess-number": ["recipe=guess_number", *EPISODES, "reward=[environment,length]",
                      "reward.length.args.target=9"],
-    "images-schedule": ["recipe=shapes_tiny", *QUIET, "model.build.warmup_steps=5",
-                        "loss.beta=0.05", "+schedules.loss.beta.to=0.1"],
+    "images": ["recipe=shapes_tiny", *QUIET, "model.build.warmup_steps=5", "loss.beta=0.05"],
 }  # fmt: skip
 
 

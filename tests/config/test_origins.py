@@ -59,11 +59,11 @@ def test_a_recipe_outside(tmp_path: Path) -> None:
     (tmp_path / "loss" / "own.yaml").write_text("# mine\nbeta: 0.5\n")
     (tmp_path / "my.yaml").write_text(
         "defaults:\n  - math_qwen\n  - override loss: own\n  - _self_\n\n"
-        "schedules:\n  loss.beta: {to: 0.1}\nsteps: ${oc.env:N,7}\n"
+        "reward:\n  my.own: {weight: 2}\nsteps: ${oc.env:N,7}\n"
     )
     found = composed("recipe=./my.yaml", "generation.logit_bias={3: 1}")
     assert places(found, "loss.beta") == [("default", 0.0), ("loss/own.yaml, line 2", 0.5)]
-    assert places(found, "schedules.loss.beta.to")[-1] == ("my.yaml, line 7", 0.1)
+    assert places(found, "reward.my.own.weight")[-1] == ("my.yaml, line 7", 2)
     assert places(found, "steps")[-1] == ("my.yaml, line 8", "${oc.env:N,7}")
     assert places(found, "generation.logit_bias")[-1] == ("command line", {3: 1})
 
@@ -98,7 +98,6 @@ def test_a_choice_over_stored_values_begins_from_the_defaults(tmp_path: Path) ->
         ("model.build", None),
         ("reward.mine.weight", 1.0),
         ("reward.mine.args.scale", NOTHING),
-        ("schedules.loss.beta.shape", "linear"),
         ("dataset.held_out.gsm8k.split", "test"),
         ("nowhere.at_all", NOTHING),
     ],

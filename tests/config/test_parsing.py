@@ -1,4 +1,4 @@
-"""A composed config is checked once: ranges, contradictions, schedules, and what nothing reads."""
+"""A composed config is checked once: ranges, contradictions, and what nothing reads."""
 
 import dataclasses
 import re
@@ -15,9 +15,8 @@ from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config.keys import KNOBS, flagged
 from grpo_cli.config.knob import allowed, as_written, flags_of, value_at, violation
 from grpo_cli.config.notices import notices
-from grpo_cli.config.parsing import SCHEDULABLE, with_steps
+from grpo_cli.config.parsing import with_steps
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import Schedule
 from grpo_cli.errors import UserError
 from grpo_cli.models.settings import Model
 from grpo_cli.scoring.settings import Reward
@@ -151,11 +150,6 @@ def test_a_rewards_weight_is_a_finite_number() -> None:
 # Contradictions.
 
 
-def scheduled(key: str, **schedule: Any) -> dict[str, Any]:
-    """A schedule of a knob, as a change of the recipe."""
-    return {f"schedules.{key}": schedule}
-
-
 PASS_AT_4 = {"advantage.rule": "pass_at_k", "advantage.args": {"k": 4}}
 UPWARDS = {"loss.sampling_correction": "token_mask", "loss.sampling_floor": 0.5}
 PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.args": {"baseline": "none"}}
@@ -181,11 +175,7 @@ AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tok
         ({"update.minibatches": 9, "prompts_per_step": 8}, "must be <= prompts_per_step = 8"),
         ({**PASS_AT_4, "generation.num_generations": 4},
          "advantage.args.k = 4: must be below generation.num_generations = 4; "),
-        ({**PASS_AT_4, "steps": 5, **scheduled("generation.num_generations", to=4)},
-         "advantage.args.k = 4: must be below generation.num_generations = 4 at step 4"),
         ({**UPWARDS, "loss.sampling_cap": 0.25}, "sampling_floor = 0.5: .*sampling_cap = 0.25"),
-        ({**UPWARDS, **scheduled("loss.sampling_floor", to=4, shape="jump", begin=3)},
-         "loss.sampling_floor = 4: must be <= loss.sampling_cap = 3 at step 3"),
         ({"loss.policy": "clip_cov", "loss.args": {"cov_low": 5.0}},
          "loss.args.cov_low = 5: must be below loss.args.cov_high = 5"),
         ({"loss.args.delta": 1.25, "loss.epsilon_high": 0.3}, r">= 1 \+ epsilon_high = 1.3; "),
@@ -194,7 +184,7 @@ AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tok
         ({"distributed.offload": "all"}, "offload = all: .* use distributed=fsdp2"),
         ({**IN_REWARD, "loss.kl_bias_correction": True}, "only read with loss.kl_in = loss"),
         ({**IN_REWARD, "advantage.rule": "gdpo"}, "loss.kl_in = reward: .*use loss.kl_in=loss"),
-        ({"loss.kl_in": "reward", "advantage.rule": "max_rl", **scheduled("loss.beta", to=0.1)},
+        ({"loss.kl_in": "reward", "advantage.rule": "max_rl", "loss.beta": 0.1},
          "loss.kl_in = reward: advantage.rule=max_rl needs rewards >= 0"),
         ({**PLAIN_REINFORCE_PP, "generation.dynamic_sampling": True},
          "generation.dynamic_sampling: .*advantage.args.baseline=none"),
@@ -227,13 +217,7 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
         {"update.minibatches": 8, "prompts_per_step": 8},
         {"reward.math.weight": -1},
         {**PASS_AT_4, "generation.num_generations": 5},
-        {**PASS_AT_4, "steps": 5, **scheduled("generation.num_generations", to=5)},
         {**UPWARDS, "loss.sampling_cap": 0.5},
-        # Both move, and stay in order all the way.
-        {
-            "loss.policy": "clip_cov",
-            "schedules.loss.args": {"cov_low": {"to": 5.5}, "cov_high": {"to": 6}},
-        },
         {"loss.args.delta": 1.3, "loss.epsilon_high": 0.3},
         {"loss.entropy_target": 1, "loss.entropy_coef": 1},
         {"loss.kl_in": "reward", "loss.beta": 0.1, "advantage.rule": "rloo"},
@@ -400,12 +384,6 @@ def test_a_misspelt_choice_is_the_only_mistake() -> None:
     assert "epsilon" not in found
 
 
-def test_a_scheduled_knob_reads_what_it_will_need() -> None:
-    kl = {"loss.kl_estimator": "k2"}
-    parse(recipe(**kl, **scheduled("loss.beta", to=0.1)))
-    assert "is only read when loss.beta is set" in message(**kl, **scheduled("loss.beta", to=0))
-
-
 @pytest.mark.parametrize(
     ("key", "sources", "shown"),
     [
@@ -436,112 +414,6 @@ def test_hub_data_sets_have_them(key: str) -> None:
     parse(recipe(**{"dataset.eval": "owner/name", "dataset.subset": "main"}), ["dataset.subset"])
 
 
-# Schedules.
-
-
-def test_an_entry_by_section_overrides_a_files_dotted_entry() -> None:
-    # As in `recipe=mine.yaml schedules.loss.beta.to=0.2`.
-    file = {"loss.beta": {"to": 0.1, "shape": "cosine"}, "loss.epsilon": {"to": 0.3}}
-    tree = {**file, "loss": {"beta": {"to": 0.2}, "epsilon": None}}
-    parsed = parse({**recipe(), "schedules": tree})
-    assert parsed.schedules == {"loss.beta": Schedule(to=0.2, shape="cosine")}
-
-
-def test_the_other_way_round_is_ambiguous() -> None:
-    tree = {"loss": {"beta": {"to": 0.2}}, "loss.beta": {"to": 0.1}}
-    found = refused({**recipe(), "schedules": tree})
-    assert found == "schedules.loss.beta: is there twice; write it by section, once."
-
-
-@pytest.mark.parametrize(
-    "tree", [{}, {"loss": None}, {"loss": {}}, {"loss": {"beta": None}}, {"loss.beta": None}]
-)
-def test_a_schedule_can_be_left_out(tree: dict[str, Any]) -> None:
-    assert parse({**recipe(), "schedules": tree}).schedules == {}
-
-
-@pytest.mark.parametrize(
-    ("tree", "key", "hint"),
-    [
-        ({"loss": {"betta": {"to": 1}}}, "loss.betta", "loss.beta"),
-        ({"loss": {"normalize": {"to": 1}}}, "loss.normalize", None),
-        ({"loss": 1}, "loss", None),
-        ({"beta": {"to": 1}}, "beta", "loss.beta"),
-        ({"optimizer": {"learning_rate": {"to": 0}}}, "optimizer.learning_rate", None),
-        ({"eval.temperature": {"to": 1}}, "eval.temperature", "generation.temperature"),
-    ],
-    ids=str,
-)
-def test_a_knob_that_cannot_be_scheduled(tree: dict[str, Any], key: str, hint: str | None) -> None:
-    found = refused({**recipe(), "schedules": tree})
-    assert found.startswith(f"schedules.{key}: is not a scalar that can follow the step")
-    hints = (f" Did you mean {hint}?", f" It is called {hint} here")
-    assert any(said in found for said in hints) == (hint is not None)
-
-
-TEMPERATURE = "generation.temperature"
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (scheduled("loss.off_policy_mask", to=0.5), "loss.off_policy_mask is null; give it"),
-        (scheduled("generation.top_p", to=2), "top_p.to = 2.0: must be > 0 and <= 1."),
-        (scheduled("generation.num_generations", to=2.5), ".to = 2.5: must be a whole number."),
-        (scheduled(TEMPERATURE, to=0.5, begin=5, end=5), ".end = 5: must be after begin = 5."),
-        ({"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=9)}, "must be after begin = 9."),
-        ({"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=10, end=20)},
-         ".begin = 10: the run ends before; must be < steps = 10."),
-        (scheduled(TEMPERATURE, to=0.5, shape="jump", end=4), "a jump happens at `begin`"),
-        (scheduled(TEMPERATURE, to=0.5, shape="cosinus"), "Did you mean cosine?"),
-        (scheduled(TEMPERATURE, to=0.5, begin=-1), ".begin = -1: must be >= 0."),
-        (scheduled("generation.top_k", to=50), "next to no number; use shape=jump."),
-        ({"generation.top_k": 50, **scheduled("generation.top_k", to=0)}, "use shape=jump."),
-        ({"loss.beta": 0.1, "loss.kl_target": 0.01, **scheduled("loss.beta", to=0)},
-         "loss.kl_target adapts it already; set one of the two."),
-        ({"loss.entropy_target": 1, **scheduled("loss.entropy_coef", to=0.1)},
-         "loss.entropy_target adapts it already; set one of the two."),
-        ({"loss.policy": "sapo", **scheduled("loss.epsilon", to=0.1)},
-         "is only read with loss.policy = clipped or gmpo or clip_cov; it is sapo."),
-        (scheduled("loss.sampling_cap", to=2), "only read when loss.sampling_correction is set."),
-        ({"schedules.loss.beta": 0.1}, "must be a mapping of begin, end, shape, to."),
-        (scheduled("loss.beta", too=0.1), "there is no such key; a schedule has begin, end, shape, "
-         "to. Did you mean to?"),
-    ],
-    ids=lambda v: str(v)[:70] if isinstance(v, dict) else "",
-)  # fmt: skip
-def test_a_schedule_that_is_none(changes: dict[str, Any], expected: str) -> None:
-    found = message(**changes)
-    assert found.startswith("schedules.")
-    assert expected in found
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"steps": 1, **scheduled(TEMPERATURE, to=0.5)},
-        {"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=8)},
-        {"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=9, end=20)},
-        {"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=9, shape="jump")},
-        {"generation.top_k": 50, **scheduled("generation.top_k", to=5)},
-    ],
-    ids=str,
-)
-def test_a_schedule_that_is_one(changes: dict[str, Any]) -> None:
-    assert len(parse(recipe(**changes)).schedules) == 1
-
-
-@pytest.mark.parametrize("key", SCHEDULABLE)
-def test_every_schedulable_knob_can_be_scheduled_and_is_a_number(key: str) -> None:
-    assert str(KNOBS[key].type).removesuffix(" | None") in ("int", "float")
-    first, last = another(key), value_at(DEFAULTS, key)
-    settings = {**met(key), **BESIDES.get(key, {}), key: first}
-    to = 0.9 * first if last is None else last
-    shape = "jump" if key == "generation.top_k" else "linear"
-    parsed = parse(recipe(**settings, **scheduled(key, to=to, shape=shape)))
-    assert parsed.schedules == {key: Schedule(to=float(to), shape=shape)}
-
-
 # What is allowed and does little.
 
 K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
@@ -552,7 +424,6 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
     [
         ({"loss.policy": "kl_cov"}, "loss.policy = kl_cov: its KL acts from"),
         (K1_IN_LOSS, "loss.kl_estimator = k1: in the loss its gradient is 0"),
-        ({"loss.kl_estimator": "k1", **scheduled("loss.beta", to=0.1)}, "loss.kl_estimator = k1:"),
         ({}, None),
         ({"loss.policy": "kl_cov", "update.num_iterations": 2}, None),
         ({"loss.policy": "kl_cov", "update.minibatches": 2}, None),
@@ -623,11 +494,9 @@ def test_a_notice_says_what_does_less_than_it_seems(
         ({"loss.beta": "much"}, ["loss.beta", "much"]),
         ({"overwrite": "perhaps"}, ["overwrite", "perhaps"]),
         ({"optimizer.betas": 0.9}, ["optimizer.betas: must be a list", "'optimizer.betas=[...]'"]),
-        (scheduled("loss.beta", to="much"), ["schedules.loss.beta.to", "much"]),
         ({"stop.hours": "all"}, ["stop.hours = all: must be a number, > 0, or null."]),
         ({"log.report": None}, ["log.report = null: must be true or false."]),
         ({"stop": None}, ["stop: is a section, which takes no value; write stop.zero_gradient=V"]),
-        (scheduled("loss.beta", to=None), ["schedules.loss.beta.to = null: must be a number."]),
     ],
     ids=str,
 )
@@ -664,11 +533,6 @@ def test_the_defaults_lack_only_what_a_recipe_must_say() -> None:
         assert message(**{key: None}).startswith(f"missing: {key.removesuffix('.math')}. A run")
 
 
-def test_a_schedule_says_where_it_ends() -> None:
-    expected = "schedules.loss.epsilon.to: is missing; it is the value to end at."
-    assert message(**{"schedules.loss.epsilon": {"begin": 1}}) == expected
-
-
 # The length of a run.
 
 
@@ -691,16 +555,6 @@ def test_epochs_and_steps_are_not_given_both() -> None:
     assert "a step takes as many prompts as it needs" in message(
         **{"epochs": 2, "generation.dynamic_sampling": True}
     )
-
-
-def test_a_schedule_is_held_against_the_steps_that_epochs_give() -> None:
-    late = recipe(
-        epochs=1, **{"loss.beta": 0.1, "schedules": {"loss.beta": {"to": 0, "begin": 50}}}
-    )
-    parsed = parse(late)
-    assert with_steps(parsed, 60 * 32).steps == 60
-    with pytest.raises(UserError, match="begin = 50: the run ends before; must be < steps = 50"):
-        with_steps(parsed, 50 * 32)
 
 
 @pytest.mark.parametrize(

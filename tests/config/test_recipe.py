@@ -3,13 +3,9 @@
 import dataclasses
 from typing import Any
 
-import pytest
-
-from grpo_cli.algorithm.settings import Loss
 from grpo_cli.config.keys import KNOBS, flagged
 from grpo_cli.config.knob import flags_of, violation
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import Schedule
 from grpo_cli.evaluation.settings import Benchmark
 from grpo_cli.generation.factory import ENGINES
 from grpo_cli.scoring.settings import Reward
@@ -20,7 +16,6 @@ Field = dataclasses.Field[Any]
 EVERY = [
     *KNOBS.items(),
     *((f"reward.NAME.{f.name}", f) for f in dataclasses.fields(Reward)),
-    *((f"schedules.KEY.{f.name}", f) for f in dataclasses.fields(Schedule)),
 ]
 
 
@@ -68,16 +63,6 @@ def test_an_evaluation_reads_other_knobs_in_place_of_some() -> None:
     for key in flagged("evaluated_if"):
         other, value = flags_of(KNOBS[key]).evaluated_if or ("", "")
         assert value in KNOBS[other].metadata["choices"]
-
-
-@pytest.mark.parametrize(
-    ("beta", "to", "needed"), [(0, None, False), (0.1, None, True), (0, 0.1, True), (0, 0, False)]
-)
-def test_a_reference_is_needed_for_a_kl_now_or_later(
-    beta: float, to: float | None, needed: bool
-) -> None:
-    schedules = {} if to is None else {"loss.beta": Schedule(to=to)}
-    assert Recipe(loss=Loss(beta=beta), schedules=schedules).needs_reference is needed
 
 
 @table("own", ["mine:math", "registered"])  # a short name of @reward is no shipped one

@@ -13,7 +13,6 @@ from grpo_cli.algorithm.settings import Advantage, Loss
 from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config import command_line, saved_recipe
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import Schedule
 from grpo_cli.data.rows import load_rows
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import registry
@@ -158,12 +157,6 @@ def test_what_a_users_recipe_says_is_read_refused_or_taken_back(tmp_path: Path) 
     assert back.loss == Loss(normalize="completions")
 
 
-SCHEDULES = [
-    "schedules.loss.beta={to: 0.1, shape: cosine, end: 50}",
-    "schedules.generation.temperature={to: 0.5, shape: jump, begin: 9}",
-]
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Callable[..., str]:
     """Stores the recipe of a command line; returns the word that names it."""
@@ -178,7 +171,6 @@ def store(tmp_path: Path) -> Callable[..., str]:
 
 def test_a_stored_recipe_is_the_same_again(store: Callable[..., str]) -> None:
     words = [
-        *SCHEDULES,
         "loss=gspo",
         "advantage=rloo",
         "loss.args.delta=4",
@@ -193,26 +185,5 @@ def test_a_stored_recipe_is_the_same_again(store: Callable[..., str]) -> None:
 
 def test_loss_replaces_the_stored_one(store: Callable[..., str]) -> None:
     choice = "loss=grpo"
-    stored_recipe = store(*SCHEDULES, "loss=gspo", "loss.args.delta=4", "loss.mask_truncated=true")
-    assert composed(stored_recipe, choice) == composed(*SCHEDULES, choice)
-
-
-def test_a_stored_schedule_can_be_changed_and_dropped(store: Callable[..., str]) -> None:
-    name = store(*SCHEDULES)
-    changed = composed(name, "schedules.loss.beta.to=0.3").schedules
-    assert changed == {
-        "loss.beta": Schedule(to=0.3, shape="cosine", end=50),
-        "generation.temperature": Schedule(to=0.5, shape="jump", begin=9),
-    }
-    added = composed(name, "schedules.loss.epsilon.to=0.1").schedules
-    assert sorted(added) == ["generation.temperature", "loss.beta", "loss.epsilon"]
-    again = store(name, "schedules.loss.beta=null")
-    assert list(composed(again).schedules) == ["generation.temperature"]
-
-
-def test_differences_name_what_changed_in_a_schedule() -> None:
-    before = yaml.safe_load(saved_recipe.as_yaml(composed(*SCHEDULES)))
-    later = composed(*SCHEDULES, "schedules.loss.beta.to=0.3", "loss=grpo")
-    found = saved_recipe.differences(before, later)
-    assert "schedules.loss.beta.to: 0.1 -> 0.3" in found
-    assert [line for line in found if "temperature" in line] == []
+    stored_recipe = store("loss=gspo", "loss.args.delta=4", "loss.mask_truncated=true")
+    assert composed(stored_recipe, choice) == composed(choice)

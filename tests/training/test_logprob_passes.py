@@ -40,19 +40,19 @@ def episodes() -> list[WeightedSample]:
 def test_old_logprobs_are_never_those_of_a_rollout_function(model: PreTrainedModel) -> None:
     run = run_of(model, Loss())
     run.generator = TransformersGenerator(model, [2])
-    recipes = Recipe(), Recipe(rollout="my:function")
-    found = [logprob_passes.samples_as_trained(run, recipe) for recipe in recipes]
-    assert found == [True, False]
+    for rollout, expected in ((None, True), ("my:function", False)):
+        run.recipe = Recipe(rollout=rollout)
+        assert logprob_passes.samples_as_trained(run) is expected
 
 
 def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
     run, rollouts = run_of(model, Loss(top_entropy=0.3)), episodes()
-    stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts, entropy=True)
+    stats = logprob_passes.token_stats(run, run.policy.logprobs, rollouts, entropy=True)
     masks = [r.completion.sampled_mask for r in rollouts]
     entropies = torch.cat([s.entropies[m] for s, m in zip(stats, masks, strict=True)])  # type: ignore[index]
     assert len(entropies) == 22
     threshold = token_selection.entropy_threshold(entropies, 0.3)
-    selected, tokens = logprob_passes.select_tokens(run, run.recipe, rollouts, 0, 22.0)
+    selected, tokens = logprob_passes.select_tokens(run, rollouts, 0, 22.0)
     for r, mask, s in zip(selected, masks, stats, strict=True):
         assert r.high_entropy.bool().tolist() == ((s.entropies >= threshold) & mask).tolist()
     assert tokens == (entropies >= threshold).sum()
@@ -62,9 +62,9 @@ def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
 def test_covariance_selects_sampled_tokens(model: PreTrainedModel, policy: str) -> None:
     # Log-probabilities of 0.0 and the reply's advantages would move both means.
     run = run_of(model, make_loss(policy=policy, cov_share=0.5, cov_low=0.0))
-    rollouts, _ = logprob_passes.select_tokens(run, run.recipe, episodes(), 0, 22.0)
+    rollouts, _ = logprob_passes.select_tokens(run, episodes(), 0, 22.0)
     masks = [r.completion.sampled_mask for r in rollouts]
-    stats = logprob_passes.token_stats(run, run.recipe, run.policy.logprobs, rollouts)
+    stats = logprob_passes.token_stats(run, run.policy.logprobs, rollouts)
     cov = token_selection.covariance(
         torch.cat([s.logprobs[m] for s, m in zip(stats, masks, strict=True)]).double(),
         torch.cat([r.advantages[m] for r, m in zip(rollouts, masks, strict=True)]).double(),

@@ -153,7 +153,7 @@ Update = tuple[list[torch.Tensor], dict[str, float]]
 def one_update(live: run.Run) -> Update:
     """Gradients and metrics of a step's updates; the run is closed."""
     with closing(live):
-        step = step_with(live, collect(live, live.recipe, Clock(CPU)))
+        step = step_with(live, collect(live, Clock(CPU)))
         groups = loop.make_samples(live, step, step.progress.batch)
         gradients = kept_gradients(live)
         return gradients, loop.update_policy(live, step, groups)
@@ -170,7 +170,7 @@ def kept_gradients(live: run.Run) -> list[torch.Tensor]:
 
 def step_with(live: run.Run, batch: StepBatch) -> Step:
     """The first step, once its rollouts are there."""
-    step = Step(live, 0, live.recipe, Clock(CPU))
+    step = Step(live, 0, Clock(CPU))
     step.keep(batch)
     return step
 
@@ -185,7 +185,7 @@ def test_reward_rises(tmp_path: Path) -> None:
 
 def test_groups_without_signal_have_no_backward(tmp_path: Path) -> None:
     live = built(tmp_path)
-    step = collect(live, live.recipe, Clock(CPU))
+    step = collect(live, Clock(CPU))
     every = [r for g in step.groups for r in g.rollouts]
     samples = [
         r.as_kind(TrainingSample, reward=1.0, advantage=float(i % 3 - 1))  # a third of them 0
@@ -248,7 +248,6 @@ def test_off_policy_updates_clip(tmp_path: Path) -> None:
             "generation__dynamic_sampling": True,
             "reward": {"longest": {"function": "tests.training.test_train:is_longest"}},
             "loss__beta": 0.05,
-            "schedules": {"loss": {"beta": {"to": 0.0}}, "generation.temperature": {"to": 0.8}},
         },
         {
             "optimizer__algorithm": "muon",
@@ -260,7 +259,7 @@ def test_off_policy_updates_clip(tmp_path: Path) -> None:
         {"model__dtype": "bfloat16", "model__head_dtype": "float32", "update__minibatches": 2},
     ],
     ids=[
-        *("plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling-schedules"),
+        *("plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling"),
         *("muon", "8-bit", "bfloat16"),
     ],
 )
@@ -424,7 +423,7 @@ def never_applies(completions: list[str], **_: Any) -> list[None]:
 
 def test_truncated_completions_can_be_masked(tmp_path: Path) -> None:
     live = built(tmp_path, loss__mask_truncated=True)
-    rollouts = [r for g in collect(live, live.recipe, Clock(CPU)).groups for r in g.rollouts]
+    rollouts = [r for g in collect(live, Clock(CPU)).groups for r in g.rollouts]
     live.close()
     cut = [r for r in rollouts if r.completion.finish_reason == "length"]
     assert 0 < len(cut) < len(rollouts)
@@ -448,7 +447,7 @@ def test_dynamic_sampling(tmp_path: Path) -> None:
     drawn = 0
     for _ in range(3):
         waiting = {g.prompt_index for g in live.queue.leftover}
-        step = collect(live, live.recipe, Clock(CPU))
+        step = collect(live, Clock(CPU))
         found = step.metrics
         assert len(step.groups) == 6
         assert all(len({r.reward for r in g.rollouts}) > 1 for g in step.groups)
@@ -507,14 +506,6 @@ def test_beta_follows_its_target(tmp_path: Path) -> None:
     assert betas == pytest.approx([0.1, 0.098, 0.098 * 1.02, 0.098 * 1.02**2])
 
 
-def test_a_schedule_changes_the_step_and_is_logged(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"generation": {"num_generations": {"to": 2}}}
-    lines = metrics(trained(tmp_path, schedules=changes))
-    assert [m["schedule/generation.num_generations"] for m in lines] == [4, 3, 3, 2]
-    tokens = [m["num_tokens"] for m in lines]
-    assert tokens[0] > tokens[-1] - tokens[-2]
-
-
 def test_moved_reference_is_restored(tmp_path: Path) -> None:
     moved = trained(tmp_path, steps=2, loss__beta=0.1, loss__reference_every=1)
     for steps in (3, 4):  # saved and loaded twice, with nothing that moves it on
@@ -560,7 +551,7 @@ def test_scoring_overlaps_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             yield groups(sampled)
 
     monkeypatch.setattr(live.queue, "sample", waits_for_scores)
-    collected = collect(live, live.recipe, Clock(CPU))
+    collected = collect(live, Clock(CPU))
     live.close()
     assert len(seen) == len(collected.groups) > 1
     assert all(r.reward == 1.0 for g in collected.groups for r in g.rollouts)

@@ -15,7 +15,6 @@ from grpo_cli.algorithm.advantages import rule_function, settle
 from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
@@ -84,7 +83,7 @@ def run_probe(
     Raises:
         TrainingError: the engine, a sandbox or the event loop of a reward failed.
     """
-    recipe, workers = at_step(parts.recipe, 0)[0], parts.workers
+    recipe, workers = parts.recipe, parts.workers
     chosen, own = choose_prompts(recipe, parts.stream, prompts), list[Group]()
     session = parts.scorer.begin(parts.state)
     # An error is a finding: it does not end the probe, whatever the recipe says.

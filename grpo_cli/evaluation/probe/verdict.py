@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step
 from grpo_cli.errors import counted
 from grpo_cli.evaluation.estimates import Estimate
 
@@ -97,7 +96,7 @@ class Verdict:
 
 def judge(recipe: Recipe, m: Measured) -> Verdict:
     """Judges the numbers of a probe of `recipe`."""
-    recipe, own = at_step(recipe, 0)[0], m.signal[m.own_size]
+    own = m.signal[m.own_size]
     found = [*failures(recipe, m), *signal(recipe, m)]
     found.sort(key=lambda f: f.kind != "stops")
     if found and found[0].kind == "stops":

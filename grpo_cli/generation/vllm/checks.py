@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.config.keys import flagged
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.files import open_file
 from grpo_cli.generation.settings import Vllm
@@ -124,11 +123,9 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
             "generation.dynamic_sampling, which sees a step's rewards before it knows how many "
             "prompts the step needs; set one of the two."
         )
-    changed = [f"generation.{name}" for name in generation.changed_by]
-    scheduled = [key for key in flagged("decides", "distribution") if key in recipe.schedules]
-    for key in dict.fromkeys([*changed, *scheduled]):
+    for name in generation.changed_by:
         yield (
-            f"{key}: with generation.vllm.prefetch_steps the sampler's "
+            f"generation.{name}: with generation.vllm.prefetch_steps the sampler's "
             "log-probabilities are the old policy's, and so must be of its whole distribution; "
             "set one of the two."
         )

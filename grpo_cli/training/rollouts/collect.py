@@ -37,7 +37,7 @@ LOWEST_SHARE = 0.1  # least assumed share of groups with a signal: limits what i
 MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO; then the step has fewer groups
 
 
-def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
+def collect(run: Run, clock: Clock) -> StepBatch:
     """Samples and scores the groups of a step, and divides them over the processes.
 
     Every group is accepted; with dynamic sampling, only those with a signal, and more are sampled
@@ -49,7 +49,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         UserError: a reward names an environment's reward that does not exist.
         Interrupted: the run has to end first.
     """
-    queue, wanted, dynamic = run.queue, recipe.prompts_per_step, recipe.generation.dynamic_sampling
+    recipe, queue = run.recipe, run.queue
+    wanted, dynamic = recipe.prompts_per_step, recipe.generation.dynamic_sampling
     prefetched = queue.prefetched.popleft() if queue.prefetched else None
     own, queue.leftover = queue.leftover, []  # this process's accepted groups
     accepted = gathered(run.workers, own) if dynamic else {}
@@ -59,7 +60,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         number = min(wanted, math.ceil((wanted - len(accepted)) / share))
         sessions.append(session := run.scorer.begin(run.trainer_state()))
         ahead = prefetched if len(sessions) == 1 else None
-        groups = _sample(run, recipe, number, clock, session, ahead)
+        groups = _sample(run, number, clock, session, ahead)
         with (
             run.interrupts.interruptible(),
             clock.waiting(),
@@ -72,9 +73,9 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         fresh = gathered(run.workers, groups)
         check_environments(recipe, fresh, run.state.step)
         if run.state.step == 0:
-            check_reward_names(run, recipe, fresh)
+            check_reward_names(run, fresh)
         sampled |= fresh
-        usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, recipe, group)}
+        usable = {p for p, group in fresh.items() if not dynamic or _has_signal(run, group)}
         own += [g for g in groups if g.prompt_index in usable]
         accepted |= {p: group for p, group in fresh.items() if p in usable}
         if not dynamic:
@@ -88,7 +89,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     if dynamic:
         with clock.stage("old_logprobs"):  # under the current policy, before its update
             leftover = [r for g in queue.leftover for r in g.rollouts]
-            leftover = with_old_logprobs(run, recipe, leftover, attrgetter("is_scored"))
+            leftover = with_old_logprobs(run, leftover, attrgetter("is_scored"))
             queue.leftover = regrouped(queue.leftover, leftover)
         counts = {
             "attempts": len(sessions),
@@ -110,27 +111,27 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     for _, group in sorted(batch.sampled.items()) if not streams else ():
         queue.lengths[group[0].row] = mean([o.tokens for o in group])
     with clock.waiting():
-        rebalance(run, recipe, batch)
+        rebalance(run, batch)
     return batch
 
 
-def _has_signal(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
+def _has_signal(run: Run, group: Sequence[RolloutStats]) -> bool:
     try:
-        return has_signal(recipe, group)
+        return has_signal(run.recipe, group)
     except ValueError as error:
         raise TrainingError(f"step {run.state.step + 1}: {error}") from error
 
 
-def rebalance(run: Run, recipe: Recipe, batch: StepBatch) -> None:
+def rebalance(run: Run, batch: StepBatch) -> None:
     """Moves groups so that every process has about as much to train on, in each minibatch."""
     workers, step = run.workers, batch.step_stats
     if workers.size == 1:
         return
     holders = workers.gather([g.prompt_index for g in batch.groups])
     owners = {p: rank for rank, own in enumerate(holders) for p in own}
-    works = {p: _work(run, recipe, step[p]) for own in holders for p in own}
+    works = {p: _work(run, step[p]) for own in holders for p in own}
     parts: dict[int, dict[int, int]] = {}
-    for position, part in minibatch_of(owners, recipe.update.minibatches).items():
+    for position, part in minibatch_of(owners, run.recipe.update.minibatches).items():
         parts.setdefault(part, {})[position] = owners[position]
     moved: dict[int, int] = {}
     for part_owners in parts.values():
@@ -143,13 +144,13 @@ def rebalance(run: Run, recipe: Recipe, batch: StepBatch) -> None:
     batch.groups = sorted([*kept, *arrived], key=lambda g: g.prompt_index)
 
 
-def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
+def _work(run: Run, group: Sequence[RolloutStats]) -> float:
     """Returns the tokens of a group that an update computes; 0 for a group without gradient."""
     tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group))
     always = every_rollout_has_gradient(
-        recipe.loss,
+        run.recipe.loss,
         has_reference=run.policy.reference is not None,
-        entropy_coef=run.state.entropy_bonus.value(recipe.loss),
+        entropy_coef=run.state.entropy_bonus.value(run.recipe.loss),
         router_coef=run.policy.router_coef,
     )
     same = len({(o.outcome_reward, *map(tuple, o.steps.values())) for o in group}) == 1
@@ -169,7 +170,6 @@ def with_samplers_logprobs(rollout: Rollout, step: int) -> Rollout:
 
 def _sample(
     run: Run,
-    recipe: Recipe,
     number: int,
     clock: Clock,
     session: ScoringSession,
@@ -184,7 +184,7 @@ def _sample(
     queue, share = run.queue, -(-number // run.workers.size)
     groups, leaving = list[Group](), run.interrupts.interruptible(queue.rollouter.takes_turns)
     with clock.stage("generate"), leaving:
-        sampling = nullcontext(prefetched.take()) if prefetched else queue.sample(recipe, number)
+        sampling = nullcontext(prefetched.take()) if prefetched else queue.sample(number)
         with sampling as sampled:
             for group in sampled:
                 session.add(group.rollouts)
@@ -197,11 +197,12 @@ def _sample(
     return groups
 
 
-def check_reward_names(run: Run, recipe: Recipe, sampled: StepStats) -> None:
+def check_reward_names(run: Run, sampled: StepStats) -> None:
     """Raises a UserError if a reward names an environment's reward that no environment gives.
 
     If environments of other rows may still come, it only prints a note.
     """
+    recipe = run.recipe
     may_come = recipe.environment.by_name or any(r.datasets for r in recipe.reward.values())
     for problem in unknown_reward_names(recipe, sampled):
         if not may_come:

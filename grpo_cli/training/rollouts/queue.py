@@ -19,7 +19,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
@@ -134,14 +133,10 @@ class RolloutQueue:
         own = split_balanced(works, self.workers.size)[self.workers.rank]
         return [(prompts[i][0], self.stream.prompt_at(prompts[i][0])) for i in own]
 
-    def sample(self, recipe: Recipe, number: int) -> AbstractContextManager[Iterator[Group]]:
-        """Takes the next `number` prompts; returns the groups of this process's share.
-
-        Args:
-            recipe: the recipe at the step that trains on the completions.
-        """
-        of = recipe.generation
-        how = (of.num_generations, Sampling.of(of), recipe.seed)
+    def sample(self, number: int) -> AbstractContextManager[Iterator[Group]]:
+        """Takes the next `number` prompts; returns the groups of this process's share."""
+        of = self.recipe.generation
+        how = (of.num_generations, Sampling.of(of), self.recipe.seed)
         return self.rollouter.groups(
             self.generator, self.tokenizer, self.take_prompts(number), *how
         )
@@ -152,8 +147,7 @@ class RolloutQueue:
             later = step + len(self.prefetched) + 1
             if later >= self.recipe.steps:
                 return
-            recipe, _ = at_step(self.recipe, later)
-            self.prefetched.append(PrefetchedGroups(self.sample(recipe, recipe.prompts_per_step)))
+            self.prefetched.append(PrefetchedGroups(self.sample(self.recipe.prompts_per_step)))
 
     def snapshot(self) -> tuple[Any, ...]:
         """Returns the state that sampling a step changes, for `rollback`."""

@@ -11,7 +11,6 @@ from grpo_cli.config import knob
 from grpo_cli.config.keys import flagged
 from grpo_cli.config.knob import value_at
 from grpo_cli.config.recipe import Recipe
-from grpo_cli.config.schedules import at_step
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.records import Group, from_state, to_state
 from grpo_cli.scoring.settings import Reward
@@ -23,15 +22,14 @@ def reward_fingerprint(recipe: Recipe) -> str:
     return repr({n: [getattr(r, name) for name in names] for n, r in recipe.reward.items()})
 
 
-def sampling_fingerprint(recipe: Recipe, step: int) -> str:
+def sampling_fingerprint(recipe: Recipe) -> str:
     """Returns a string of the settings, besides prompts and policy, that completions depend on."""
-    now, _ = at_step(recipe, step)
-    return repr([value_at(now, k) for k in flagged("decides", "completions", "distribution")])
+    return repr([value_at(recipe, k) for k in flagged("decides", "completions", "distribution")])
 
 
-def step_fingerprint(recipe: Recipe, step: int) -> str:
+def step_fingerprint(recipe: Recipe) -> str:
     """Returns a string of the settings that the groups and updates of a step depend on."""
-    how = (sampling_fingerprint(recipe, step), reward_fingerprint(recipe))
+    how = (sampling_fingerprint(recipe), reward_fingerprint(recipe))
     return repr((*how, [value_at(recipe, k) for k in flagged("decides", "updates")]))
 
 

@@ -129,9 +129,9 @@ def test_work_of_groups(changes: dict[str, str], entropy_coef: float, works: lis
     recipe.loss = dataclasses.replace(recipe.loss, **changes)  # type: ignore[arg-type]
     bonus = SimpleNamespace(value=lambda loss: entropy_coef)
     policy = SimpleNamespace(reference=None, router_coef=0.0)
-    run = SimpleNamespace(policy=policy, state=SimpleNamespace(entropy_bonus=bonus))
+    run = SimpleNamespace(recipe=recipe, policy=policy, state=SimpleNamespace(entropy_bonus=bonus))
     groups = [
         [RolloutStats(value, value, {}, {}, 3, 4, False, False, 4) for value in values]
         for values in ((1.0, 1.0), (1.0, 0.0))
     ]
-    assert [_work(run, recipe, group) for group in groups] == works  # type: ignore[arg-type]
+    assert [_work(run, group) for group in groups] == works  # type: ignore[arg-type]

@@ -48,18 +48,18 @@ def test_unknown_environment_reward() -> None:
     rollouts = [make_episode(env_rewards=r) for r in ({}, {"Guess": 1.0, "style": 0.5})]
     sampled = dict(rollout_stats([make_group(0, rollouts)]))
     said: list[str] = []
-    run: Any = SimpleNamespace(reporter=SimpleNamespace(say=said.append))
 
-    def recipe(name: str | None, **environment: Any) -> Recipe:
+    def run(name: str | None, **environment: Any) -> Any:
         reward = {"own": Reward("environment", args={"name": name} if name else {})}
-        return Recipe(reward=reward, environment=EnvironmentSettings(**environment))
+        recipe = Recipe(reward=reward, environment=EnvironmentSettings(**environment))
+        return SimpleNamespace(recipe=recipe, reporter=SimpleNamespace(say=said.append))
 
     for name in (None, "turns", "style"):
-        check_reward_names(run, recipe(name), sampled)
+        check_reward_names(run(name), sampled)
     problem = r"^reward\.own\.args\.name = 'Gues': no rollout .* there are Guess, style\. Did you"
     with pytest.raises(UserError, match=problem):
-        check_reward_names(run, recipe("Gues"), sampled)
-    check_reward_names(run, recipe("Gues"), dict(rollout_stats([make_group(0, rollouts[:1])])))
+        check_reward_names(run("Gues"), sampled)
+    check_reward_names(run("Gues"), dict(rollout_stats([make_group(0, rollouts[:1])])))
     assert not said
-    check_reward_names(run, recipe("Shop", by_name={"g": "m:Guess", "s": "m:Shop"}), sampled)
+    check_reward_names(run("Shop", by_name={"g": "m:Guess", "s": "m:Shop"}), sampled)
     assert said[0].startswith("note: reward.own.args.name = 'Shop': no rollout of the first step")

@@ -276,7 +276,7 @@ def test_run_with_credit_for_turns(tmp_path: Path) -> None:
         loss__beta=0.05,
         loss__kl_in="reward",
     )
-    batch = collect(live, live.recipe, Clock(CPU))
+    batch = collect(live, Clock(CPU))
     groups, _ = credit.with_advantages(live.recipe, batch.groups, batch.step_stats, 0)
     rollouts = [r.as_kind(TrainingSample) for g in groups for r in g.rollouts]
     failed = [r for r in rollouts if r.completion.environment_failed]

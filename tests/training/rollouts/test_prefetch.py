@@ -309,7 +309,7 @@ def test_stopped_run_does_not_wait(tmp_path: Path, fakes: list[FakeVllm]) -> Non
         go_on.wait(60)
         yield from ()
 
-    begun = live.queue.sample(live.recipe, 6), live.queue.sample(live.recipe, 6)
+    begun = live.queue.sample(6), live.queue.sample(6)
     live.queue.prefetched += [
         PrefetchedGroups(begun[0]),
         PrefetchedGroups(nullcontext(unfinished())),
@@ -339,7 +339,7 @@ def test_failed_batch_does_not_fail_the_checkpoint(tmp_path: Path, fakes: list[F
         raise TrainingError("no server is left")
         yield
 
-    first, _ = live.queue.sample(live.recipe, 6), live.queue.take_prompts(6)
+    first, _ = live.queue.sample(6), live.queue.take_prompts(6)
     live.queue.prefetched += map(PrefetchedGroups, (first, nullcontext(fails())))
     resume.save(live)
     assert live.checkpointer.wait() is None
@@ -404,7 +404,7 @@ def test_resumed_without_prefetching(
         halted, reward={"longest": {"function": "tests.training.test_train:is_longest"}}, **changes
     )
     monkeypatch.setattr(live.queue, "sample", lambda *_: nullcontext(iter(())))
-    found = collect(live, live.recipe, Clock(torch.device("cpu")))
+    found = collect(live, Clock(torch.device("cpu")))
     assert found.metrics["dynamic_sampling/attempts"] == 10, "prefetched groups are taken once"
     old = [r.old_logprobs for g in found.groups for r in g.rollouts]
     assert old

@@ -1,7 +1,7 @@
 // Draws curves with uPlot; all of them share the position of the cursor.
 
 const HEIGHT = 190;
-const EXACT = /^(learning_rate|schedule\/|num_tokens|epoch|beta$)/; // set or counted, not measured
+const EXACT = /^(learning_rate|num_tokens|epoch|beta$)/; // set or counted, not measured
 const live = new Set(); // the drawn charts, to be redrawn in other colours
 
 function colour(name) {
