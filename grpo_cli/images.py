@@ -231,22 +231,3 @@ def unreadable(images: Iterable[StoredImage]) -> str | None:
     except ImageError as error:
         return str(error)
     return None
-
-
-def opened(value: Any) -> Any:
-    """Returns a value with its stored images opened as PIL images, also inside lists and dicts."""
-    if isinstance(value, StoredImage):
-        return value.open()
-    if not _holds_images(value):
-        return value
-    if isinstance(value, dict):
-        return {key: opened(of_key) for key, of_key in value.items()}
-    return [opened(one) for one in value]
-
-
-def _holds_images(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    return isinstance(value, list) and any(
-        isinstance(one, StoredImage) or _holds_images(one) for one in value
-    )

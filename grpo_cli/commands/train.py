@@ -65,11 +65,7 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
     )
     supervisor.log.redirect()
     # From the beginning, so that torchrun's SIGTERM ends no process before it has reported.
-    stop.send = supervisor.send_stop
-    stop.received = lambda: supervisor.stop_signal
-    stop.is_aftermath = lambda: supervisor.has_failed
-    supervisor.ending.is_starting = lambda: not stop.started
-    supervisor.ending.ends_at = lambda: stop.ends_at
+    supervisor.connect(stop)
     supervisor.ending.is_saving = checkpointer.is_being_written
     live: Run | None = None
     try:

@@ -35,7 +35,7 @@ from grpo_cli.distributed import heartbeat, stall_diagnosis
 from grpo_cli.distributed.job_store import Failure, JobStore, is_alive, is_local
 from grpo_cli.distributed.process_log import ProcessLog, flush_output, within, write_error_file
 from grpo_cli.distributed.stall_diagnosis import PublishedState
-from grpo_cli.distributed.stop_signal import WAKE
+from grpo_cli.distributed.stop_signal import WAKE, StopSignal
 from grpo_cli.errors import TrainingError, UserError
 
 POLL_SECONDS = 1.0  # between two reads of the store
@@ -125,6 +125,13 @@ class Supervisor:
     def failure(self) -> Failure | None:
         """The job's first failure."""
         return self.ending.failure
+
+    def connect(self, stop: StopSignal) -> None:
+        """Connects this process's stop signal with those of the others, which the store has."""
+        stop.send, stop.received = self.send_stop, lambda: self.stop_signal
+        stop.is_aftermath = lambda: self.has_failed
+        self.ending.is_starting = lambda: not stop.started
+        self.ending.ends_at = lambda: stop.ends_at
 
     @property
     def has_failed(self) -> bool:

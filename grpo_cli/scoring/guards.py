@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.errors import SignalReceived
-from grpo_cli.images import opened
+from grpo_cli.images import StoredImage
 
 _guarded = threading.local()  # .pid: process id, while this thread calls a user's function
 _exit = os._exit
@@ -134,6 +134,25 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
 def with_opened(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Calls a function with its images opened; they are sent encoded, for it alone to decode."""
     return function(**opened(arguments))
+
+
+def opened(value: Any) -> Any:
+    """Returns a value with its stored images opened as PIL images, also inside lists and dicts."""
+    if isinstance(value, StoredImage):
+        return value.open()
+    if not _holds_images(value):
+        return value
+    if isinstance(value, dict):
+        return {key: opened(of_key) for key, of_key in value.items()}
+    return [opened(one) for one in value]
+
+
+def _holds_images(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return isinstance(value, list) and any(
+        isinstance(one, StoredImage) or _holds_images(one) for one in value
+    )
 
 
 def recorders(
