@@ -78,15 +78,15 @@ def with_old_logprobs(run: Run, rollouts: Sequence[R], needs: Callable[[Any], ob
 
 def samples_as_trained(run: Run) -> bool:
     """Returns whether the sampler's log-probabilities are the policy's own, except for rounding."""
+    recipe = run.recipe
     return (
         run.generator.samples_from_policy
-        and run.recipe.rollout
-        is None  # a function of the user's may sample from another distribution
-        and Sampling.of(run.recipe.generation).is_unfiltered
-        and run.recipe.mixed_precision == "no"
+        and recipe.rollout is None  # a function of the user's may sample from another distribution
+        and Sampling.of(recipe.generation).is_unfiltered
+        and recipe.mixed_precision == "no"
         and run.policy.model.dtype in (torch.float32, torch.float64)
-        and run.recipe.loss.sampling_correction == "none"  # it measures how much the two differ
-        and run.recipe.loss.off_policy_mask is None
+        and recipe.loss.sampling_correction == "none"  # it measures how much the two differ
+        and recipe.loss.off_policy_mask is None
     )
 
 
