@@ -131,11 +131,7 @@ def compose_and_call(
         if folder is not None:  # a damaged file is refused before Hydra reads it
             _read(folder / group / f"{choices[group]}.yaml")
     if only_this_file or (names_itself and is_stored(tree)):
-        if tree.pop("schedules", None):  # stored by an earlier version; usually {}
-            raise UserError(
-                "schedules: knobs no longer follow the step; delete this section of the stored "
-                "recipe.yaml, and resume with another value of the knob from the step on."
-            )
+        drop_schedules(tree)
         # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
@@ -412,6 +408,19 @@ def _allow_new_key(override: str) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """Parses a recipe's file; {} if there is no such file."""
     return read_yaml(path) if path.is_file() else {}
+
+
+def drop_schedules(tree: dict[str, Any]) -> None:
+    """Drops the section `schedules` of a recipe that an earlier version stored, if it is empty.
+
+    Raises:
+        UserError: it has schedules.
+    """
+    if tree.pop("schedules", None):
+        raise UserError(
+            "schedules: knobs no longer follow the step; delete this section of the stored "
+            "recipe.yaml, and resume with another value of the knob from the step on."
+        )
 
 
 def is_stored(tree: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ import transformers
 from grpo_cli.checkpoints import checkpointer, manifest, paths, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.config import saved_recipe
+from grpo_cli.config.compose import drop_schedules
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed.stop_signal import Interrupts
@@ -168,6 +169,7 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
     if not trust:
         provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
     stored = read_yaml(path / provenance.RECIPE)
+    drop_schedules(stored)
     recipe = prepare.parse({key: value for key, value in stored.items() if key != "defaults"})
     # One process shards nothing; FSDP2's offload changes no number.
     distributed = dataclasses.replace(recipe.distributed, strategy="ddp", offload="none")

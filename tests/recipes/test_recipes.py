@@ -187,3 +187,14 @@ def test_loss_replaces_the_stored_one(store: Callable[..., str]) -> None:
     choice = "loss=grpo"
     stored_recipe = store("loss=gspo", "loss.args.delta=4", "loss.mask_truncated=true")
     assert composed(stored_recipe, choice) == composed(choice)
+
+
+def test_a_recipe_stored_when_there_were_schedules(store: Callable[..., str]) -> None:
+    word = store("loss=gspo")
+    file = Path(word.removeprefix("recipe="))
+    text = file.read_text(encoding="utf-8")
+    file.write_text(f"{text}schedules: {{}}\n", encoding="utf-8")
+    assert composed(word) == composed("loss=gspo")
+    file.write_text(f"{text}schedules: {{loss: {{beta: {{to: 0.1}}}}}}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="schedules: .* resume with another value of the knob"):
+        composed(word)
