@@ -173,7 +173,9 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> list[Pa
         check_rows(overrides, recipe)
         if not any(w.startswith("output_dir=") for w in overrides):
             folder = paths.evaluation_folder(path) / folder_name(recipe)
-            recipe.output_dir = str(folder_of_job(folder))
+            job = HydraConfig.get()
+            is_sweep = job.mode is RunMode.MULTIRUN
+            recipe.output_dir = f"{folder}-{job.job.num}" if is_sweep else str(folder)
         prepared = prepare.for_evaluation(recipe)
         folders.append(Path(recipe.output_dir).expanduser().absolute())
         from grpo_cli.commands import evaluation_run
@@ -198,14 +200,6 @@ def folder_name(recipe: Recipe) -> str:
     if recipe.eval.mode != Eval().mode:
         name += "-" + "+".join(recipe.eval.mode)
     return name if recipe.eval.num_samples == 1 else f"{name}-{recipe.eval.num_samples}"
-
-
-def folder_of_job(folder: Path) -> Path:
-    """Returns the folder, with the job's number appended in a sweep."""
-    job = HydraConfig.get()
-    if job.mode is not RunMode.MULTIRUN:
-        return folder
-    return folder.with_name(f"{folder.name}-{job.job.num}")
 
 
 def benchmarks_named(overrides: Sequence[str]) -> list[str]:

@@ -411,11 +411,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def drop_schedules(tree: dict[str, Any]) -> None:
-    """Drops the section `schedules` of a recipe that an earlier version stored, if it is empty.
-
-    Raises:
-        UserError: it has schedules.
-    """
+    """Drops the section `schedules` of a stored recipe; a UserError if it is not empty."""
     if tree.pop("schedules", None):
         raise UserError(
             "schedules: knobs no longer follow the step; delete this section of the stored "
