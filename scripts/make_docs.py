@@ -87,7 +87,10 @@ Field = dataclasses.Field[Any]
 def main() -> None:
     for name, table in TABLES.items():
         page = ROOT / "docs" / name
-        page.write_text(renewed(page.read_text(encoding="utf-8"), table()), encoding="utf-8")
+        before = page.read_text(encoding="utf-8")
+        if (after := renewed(before, table())) != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"rewrote {page}")
 
 
 def renewed(page: str, table: str) -> str:

@@ -430,6 +430,7 @@ def total_loss(batch: Sequence[Completion], settings: Settings, longest: int) ->
             continue
         corrections = sampler_corrections(completion, settings)
         around = Around(settings, high_entropy[i], chosen[i], corrections)
+        assert settings["policy"] in globals(), f"write {settings['policy']} here, as in its paper"
         policy = globals()[settings["policy"]](completion, around)
         keep = off_policy_keep(completion, settings)
         penalised = settings["beta"] > 0 and settings["kl_in"] == "loss"

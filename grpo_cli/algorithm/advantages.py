@@ -340,7 +340,11 @@ def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
 def settle(
     groups: Sequence[Group], weights: Mapping[str, float], mask_truncated: bool
 ) -> list[Group]:
-    """Returns scored groups with level rewards; excludes truncated completions if asked."""
+    """Returns groups whose rewards that differ by rounding only are equal.
+
+    Args:
+        mask_truncated: excludes completions that reached the length limit from the loss.
+    """
     return [
         replace(
             g,

@@ -108,7 +108,7 @@ class Recipe(RunSettings):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether completions are episodes of several turns."""
+        """Whether completions may be episodes of several turns."""
         return self.has_environment or self.rollout is not None
 
     @property

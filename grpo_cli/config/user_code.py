@@ -62,9 +62,8 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UserError(
-            f"{where}: {module_name} has no function {attribute!r}.{nearest(attribute, there)}"
-        )
+        found = nearest(attribute, there)
+        raise UserError(f"{where}: {module_name} has no {attribute!r}.{found}")
     return function  # type: ignore[no-any-return]
 
 

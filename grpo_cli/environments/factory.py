@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function, is_coroutine_function
 from grpo_cli.data.prompts import other_columns, prompt_text
@@ -33,6 +34,16 @@ def open_sessions(recipe: Recipe, parts: Iterable[tuple[Rows, Dataset]]) -> Sess
     """
     kind, environment = kind_of(recipe), recipe.environment
     kind.check(recipe)
+    key = f"rollout = {recipe.rollout}"
+    if recipe.rollout is not None and not kind.has_environments:
+        if recipe.tools:
+            raise UserError(
+                f"{key} together with tools: only a coroutine function (async def) calls the "
+                "recipe's tools; remove one of them."
+            )
+        when = f"with a coroutine function (async def), and {key} is none"
+        for problem in parsing.unread_of_episodes(recipe, (), when):
+            raise UserError(problem)
     if not kind.has_environments:
         return None
     if recipe.rollout is not None:

@@ -50,7 +50,7 @@ class RolloutSetup:
 
 
 class Rollouter:
-    """Samples one completion after each prompt; a subclass takes turns."""
+    """Samples one completion after each prompt, also in evaluation; a subclass takes turns."""
 
     has_environments: bool = False  # whether tools or environments answer
     max_prompt_tokens: int | None = None  # limit of a prompt with its first observation

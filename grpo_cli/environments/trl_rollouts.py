@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config import parsing
 from grpo_cli.config.recipe import Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.data import conversations
@@ -138,14 +137,6 @@ class TrlRollouts(Rollouter):
                 f"{key}: must take (prompts, trainer), or be a coroutine function (async def) "
                 "that takes a conversation."
             ) from None
-        if recipe.tools:
-            raise UserError(
-                f"{key} together with tools: only a coroutine function (async def) calls the "
-                "recipe's tools; remove one of them."
-            )
-        when = f"with a coroutine function (async def), and {key} is none"
-        for problem in parsing.unread_of_episodes(recipe, (), when):
-            raise UserError(problem)
         if recipe.generation.vllm.prefetch_steps:
             raise UserError(
                 f"{key} with generation.vllm.prefetch_steps: the weights that the function sampled "

@@ -10,7 +10,8 @@ Two prompts with two completions each:
 
 More can be submitted at any time, such as an episode's next turn. `factory.py` lists the engines. A
 new engine is a subclass with `make` and `sample`, in a file of its own; one that samples several
-requests together overrides `session` instead of `sample`.
+requests together overrides `session` instead of `sample`. An engine around another one passes on
+`update_weights`, `checks`, `restore_checks`, `offload` and `close`.
 """
 
 from __future__ import annotations

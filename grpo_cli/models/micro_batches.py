@@ -132,7 +132,7 @@ class MicroBatcher:
         interrupts: Interrupts,
         budget: MicroBatchBudget,
         optimizer: torch.optim.Optimizer,
-        policy: PolicyLogprobs,
+        policy_logprobs: PolicyLogprobs,
         reference: Reference | None = None,
         vision: VisionProcessor | None = None,
     ) -> None:
@@ -142,9 +142,11 @@ class MicroBatcher:
         self.interrupts = interrupts
         self.budget = budget
         self.optimizer = optimizer
-        self.policy = policy
+        self.policy_logprobs = policy_logprobs
         self.has_reference = reference is not None
-        self.asked = [policy] if reference is None else [policy, reference.logprobs]
+        self.asked = (
+            [policy_logprobs] if reference is None else [policy_logprobs, reference.logprobs]
+        )
 
     @cached_property
     def dummy(self) -> WeightedSample:
@@ -237,7 +239,7 @@ class MicroBatcher:
         if self.vision is None or not self.workers.lockstep_max(bool(rollouts)):
             return
         if not self.workers.lockstep_max(has_images(r.prompt for r in rollouts)):
-            for p in parameters_of_images(self.policy.model):
+            for p in parameters_of_images(self.policy_logprobs.model):
                 p.grad = None
 
     def calibrate(self, rollouts: Sequence[Rollout], temperature: float) -> None:
@@ -264,7 +266,7 @@ class MicroBatcher:
                 policy_logprobs.check(few, temperature)
             images = has_images(r.prompt for r in few)
             is_new = self.budget.tokens is None or (images and not self.budget.counts_images)
-            if is_new and self.policy.checked:
+            if is_new and self.policy_logprobs.checked:
                 fitting = self._tokens_that_fit(few, temperature)
                 self.budget.take_measured(fitting, with_images=images)
 
@@ -280,7 +282,7 @@ class MicroBatcher:
     def _tokens_that_fit(self, rollouts: Sequence[Rollout], temperature: float) -> int:
         device, optimizer = self.workers.device, self.optimizer
         to_come = 0 if optimizer.state else bytes_to_come(optimizer, device)
-        per_token = bytes_per_token(self.policy, rollouts, temperature)
+        per_token = bytes_per_token(self.policy_logprobs, rollouts, temperature)
         fitting = tokens_that_fit(device, per_token, state_to_come=to_come)
         return -int(self.workers.lockstep_max(-fitting))
 

@@ -79,8 +79,8 @@ def take_step(run: Run, step: Step) -> None:
     run.callbacks.call(run, "on_rollouts", groups=tuple(batch.groups))
     run.queue.prefetch(step.number)
     run.generator.offload()
-    samples = make_samples(run, step, batch)
-    step.metrics |= update_policy(run, step, samples)
+    groups = make_samples(run, step, batch)
+    step.metrics |= update_policy(run, step, groups)
     with step.clock.stage("weights"):
         step.metrics |= run.generator.update_weights(run.policy.model, step.number + 1)
         refresh_reference(run, step)

@@ -91,7 +91,7 @@ def test_mistakes_are_one_sentence_each(mine: str) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"loss.policy": "cliped"}, "loss.policy = 'cliped': must be one of clipped, cispo"),
         ({"loss.policy": "not_there:f"}, "cannot import not_there: ModuleNotFoundError"),
-        ({"loss.policy": f"{mine}:gate"}, f"{mine} has no function 'gate'. Did you mean gated?"),
+        ({"loss.policy": f"{mine}:gate"}, f"{mine} has no 'gate'. Did you mean gated?"),
         ({"loss.policy": f"{mine}:odd"}, "takes 'images', which is not a tensor it can be given"),
         ({"loss.policy": plain}, "loss.args.power: is missing"),
         ({"loss.policy": plain, "loss.args": {"power": 1.5}}, "must be of type int"),

@@ -229,7 +229,7 @@ def test_bytes_to_come(name: str, model: PreTrainedModel) -> None:
 
 REFUSED = {
     "unknown": ({"algorithm": "adam"}, "must be one of adamw, .* Did you mean adamw"),
-    "class": ({"algorithm": f"{__name__}:Countin"}, "has no function 'Countin'.*Counting"),
+    "class": ({"algorithm": f"{__name__}:Countin"}, "has no 'Countin'.*Counting"),
     "no class": ({"algorithm": f"{__name__}:NoRate"}, "is not a torch.optim.Optimizer"),
     "no lr": ({"algorithm": "torch.optim:Optimizer"}, "made with lr and optimizer.args: TypeError"),
     "knob": ({"args": {"betas": [0.9, 0.9]}}, "args.betas: is set by optimizer.betas"),

@@ -1,8 +1,8 @@
 """The rewards on text: their values, what they refuse, and what holds for each of them.
 
-A row of `cases.jsonl` is a completion with the columns and arguments that it is given and its
-value, or arguments with the error that they raise. `math` and `choice` have files of their own. A
-row of `texts.jsonl` is a text and what a function reads of it.
+A row of `cases.jsonl` is a completion with the columns and arguments that it is given (`given`)
+and its value, or arguments with the error that they raise. `math` and `choice` have files of their
+own. A row of `texts.jsonl` is a text and what a function reads of it.
 """
 
 import asyncio

@@ -278,7 +278,7 @@ def load(path: str, **args: Any) -> callbacks.Loaded:
     ("path", "args", "said"),
     [
         ("Counter", {"start": 0}, "callbacks.mine.path = Counter: is not a class; give it as my"),
-        (f"{HERE}:Couner", {}, "has no function 'Couner'. Did you mean Counter?"),
+        (f"{HERE}:Couner", {}, "has no 'Couner'. Did you mean Counter?"),
         (f"{HERE}:Counter", {"start": 1, "by": 0}, "cannot be made with them: ValueError: by is 0"),
         (f"{HERE}:OfTrl", {}, "It is called on_step here."),
         (f"{HERE}:Misspelt", {}, "Did you mean on_checkpoint?"),
