@@ -1,5 +1,6 @@
 """Damaged files of a run and of a user: each command that reads one names it in a sentence."""
 
+import bdb
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -98,9 +99,11 @@ def test_an_unexpected_error_is_a_line_to_report(
     grpo: Grpo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(argv: list[str]) -> None:
-        raise ValueError("no\x1b[31m red")
+        raise bdb.BdbQuit if argv else ValueError("no\x1b[31m red")
 
     monkeypatch.setitem(cli.COMMANDS, "rewards", fail)
+    with pytest.raises(bdb.BdbQuit):  # `q` in a debugger ends it
+        grpo("rewards", "q")
     code, _, err = grpo("rewards")
     assert (code, err.count("\n")) == (1, 1)
     assert r"grpo: internal error: ValueError: no\x1b[31m red (" in err
