@@ -12,8 +12,9 @@ from grpo_cli.data.prompts import MixtureStream, images_of, prompt_text
 from grpo_cli.data.rows import Rows, load_rows
 from grpo_cli.data.settings import Dataset
 from grpo_cli.errors import UserError
-from grpo_cli.images import ImageError, StoredImage, opened
+from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.records import Group, Prompt, rollout_stats
+from grpo_cli.scoring.guards import opened
 from tests.conftest import make_rollout
 from tests.test_images import RED, encoded
 
