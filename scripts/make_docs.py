@@ -25,8 +25,7 @@ from grpo_cli.planning.sizes import sizes_of  # noqa: E402
 from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
-# Mappings whose names are the user's own, or a knob's.
-MAPPINGS = {"reward": "NAME", "callbacks": "NAME"}
+MAPPINGS = ("reward", "callbacks")  # whose names are the user's own
 
 
 def qwen(layers: int, hidden: int, heads: int, kv: int, width: int, **own: Any) -> Any:
@@ -68,8 +67,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, kept gathered": SHARDED | {"distributed.reshard_after_forward": False},
     "fsdp2, embedded engine": LARGE | FSDP,
 }  # fmt: skip
-# The ways of training of the tables for one GPU and for one node.
-CARDS = (16, 24, 48, 80)  # GB
+CARDS = (16, 24, 48, 80)  # GB; the ways of training below are for one GPU and for one node
 STEP: dict[str, Any] = {
     "prompts_per_step": 8, "generation.num_generations": 8, "loss.beta": 0.0,
     "generation.max_completion_tokens": 1024, "generation.max_num_seqs": 8,
@@ -87,10 +85,9 @@ Field = dataclasses.Field[Any]
 def main() -> None:
     for name, table in TABLES.items():
         page = ROOT / "docs" / name
-        before = page.read_text(encoding="utf-8")
-        if (after := renewed(before, table())) != before:
-            page.write_text(after, encoding="utf-8")
+        if (new := renewed(old := page.read_text(encoding="utf-8"), table())) != old:
             print(f"rewrote {page}")
+            page.write_text(new, encoding="utf-8")
 
 
 def renewed(page: str, table: str) -> str:
@@ -207,7 +204,7 @@ def sections() -> Iterator[tuple[str, Any]]:
         if field.metadata["kind"]:
             yield key, field.metadata["kind"]
         elif key in MAPPINGS:
-            yield f"{key}.{MAPPINGS[key]}", ENTRIES[key]
+            yield f"{key}.NAME", ENTRIES[key]
 
 
 def line(key: str, field: Field) -> str:
