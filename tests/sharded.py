@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from grpo_cli.config.recipe import Recipe
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.settings import Distributed
 from grpo_cli.distributed.workers import Workers, exit_process
@@ -374,12 +373,12 @@ def all_give_up_what_one_processs_rollouts_are_too_long_for(workers: Workers) ->
         workers, PolicyLogprobs(model, agree_on=workers.first, say=said.append), tokens=10**6
     )
     short = make_rollouts(4, 5, vocabulary=90)
-    logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, short)
+    logprob_passes.token_stats(bare.policy, bare.policy.logprobs, short, 1.0)
     assert bare.policy.logprobs.mode.packed
     long = make_rollouts(10, 20, vocabulary=90)
     assert max(map(length, short)) < 12 < max(map(length, long))
     own = long if workers.rank == workers.size - 1 else short[: 2 * workers.rank]
-    found = logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, own)
+    found = logprob_passes.token_stats(bare.policy, bare.policy.logprobs, own, 1.0)
     assert len(found) == len(own)
     with torch.no_grad():
         for rollout, seen in zip(own, found, strict=True):
@@ -388,7 +387,7 @@ def all_give_up_what_one_processs_rollouts_are_too_long_for(workers: Workers) ->
     assert bare.policy.logprobs.mode == CHUNKED
     (note,) = said
     assert "its attention sees 12 tokens and no more" in note
-    logprob_passes.token_stats(bare, Recipe(), bare.policy.logprobs, own)
+    logprob_passes.token_stats(bare.policy, bare.policy.logprobs, own, 1.0)
     assert len(said) == 1, "it is given up once"
 
 

@@ -16,6 +16,7 @@ from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.variants import knob_values, traits_of
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.families import num_experts
+from grpo_cli.models.policy import Policy
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, inference
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import R, Rollout, TrainingSample, WeightedSample
@@ -32,20 +33,23 @@ class TokenStats(NamedTuple):
 
 
 def token_stats(
-    run: Run,
+    policy: Policy,
     policy_logprobs: PolicyLogprobs,
     rollouts: Sequence[Rollout],
+    temperature: float,
     *,
     entropy: bool = False,
 ) -> list[TokenStats]:
-    """Returns log-probabilities, and entropies if asked for, of each rollout, without gradient."""
-    if not rollouts and run.workers.size == 1:  # several processes are interrupted together
+    """Returns log-probabilities, and entropies if asked for, of each rollout, without gradient.
+
+    Args:
+        policy_logprobs: the policy's, or those of its reference.
+    """
+    if not rollouts and policy.workers.size == 1:  # several processes are interrupted together
         return []
 
     def compute(micro_batch: list[Rollout]) -> list[TokenStats]:
-        logprobs, entropies = policy_logprobs(
-            micro_batch, run.recipe.generation.temperature, entropy=entropy
-        )
+        logprobs, entropies = policy_logprobs(micro_batch, temperature, entropy=entropy)
         logprobs = logprobs.cpu()  # once a micro-batch: each copy makes the host wait
         entropies = None if entropies is None else entropies.cpu()
         lengths = [len(r.completion.ids) for r in micro_batch]
@@ -54,9 +58,9 @@ def token_stats(
             for i, n in enumerate(lengths)
         ]
 
-    run.policy.micro_batches.calibrate(rollouts, run.recipe.generation.temperature)
+    policy.micro_batches.calibrate(rollouts, temperature)
     with inference(policy_logprobs.model):
-        return run.policy.micro_batches.map_each(compute, rollouts, policy_logprobs)
+        return policy.micro_batches.map_each(compute, rollouts, policy_logprobs)
 
 
 def with_old_logprobs(run: Run, rollouts: Sequence[R], needs: Callable[[Any], object]) -> list[R]:
@@ -69,7 +73,9 @@ def with_old_logprobs(run: Run, rollouts: Sequence[R], needs: Callable[[Any], ob
     if samples_as_trained(run):
         found = iter([torch.tensor(r.completion.sampling_logprobs) for r in fresh])
     else:
-        found = iter([s.logprobs for s in token_stats(run, run.policy.logprobs, fresh)])
+        temperature = run.recipe.generation.temperature
+        stats = token_stats(run.policy, run.policy.logprobs, fresh, temperature)
+        found = iter([s.logprobs for s in stats])
     return [
         replace(r, old_logprobs=next(found)) if r.old_logprobs is None and needs(r) else r
         for r in rollouts
@@ -91,12 +97,15 @@ def samples_as_trained(run: Run) -> bool:
 
 
 def with_ref_logprobs(
-    run: Run, samples: Sequence[TrainingSample], needs: Callable[[Any], object]
+    policy: Policy,
+    samples: Sequence[TrainingSample],
+    needs: Callable[[Any], object],
+    temperature: float,
 ) -> list[TrainingSample]:
     """Returns samples, those that need them with the reference policy's log-probabilities."""
-    assert run.policy.reference is not None
+    assert policy.reference is not None
     asked = [s for s in samples if needs(s)]
-    found = iter(token_stats(run, run.policy.reference.logprobs, asked))
+    found = iter(token_stats(policy, policy.reference.logprobs, asked, temperature))
     return [replace(s, ref_logprobs=next(found).logprobs) if needs(s) else s for s in samples]
 
 
@@ -118,7 +127,8 @@ def select_tokens(
     """
     config, selected = run.recipe.loss, [*samples]
     by_entropy = config.top_entropy < 1
-    found = token_stats(run, run.policy.logprobs, samples, entropy=by_entropy)
+    temperature = run.recipe.generation.temperature
+    found = token_stats(run.policy, run.policy.logprobs, samples, temperature, entropy=by_entropy)
     masks = [s.completion.sampled_mask for s in samples]  # tokens to select from
     if by_entropy:
         entropies = [
@@ -146,26 +156,25 @@ def select_tokens(
     return selected, tokens
 
 
-def load_of_experts(run: Run, rollouts: Sequence[Rollout]) -> ExpertLoad:
+def load_of_experts(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> ExpertLoad:
     """Counts the tokens of each expert in an optimizer batch, over all processes.
 
     The count does not depend on micro-batches or on the number of processes. It costs one forward
     pass over the batch.
     """
-    experts = num_experts(run.policy.model.config.get_text_config(decoder=True))
+    experts = num_experts(policy.model.config.get_text_config(decoder=True))
     assert experts is not None, "checked when the run was built"
-    temperature = run.recipe.generation.temperature
 
     def count(micro_batch: list[Rollout]) -> list[float]:
-        run.policy.logprobs(micro_batch, temperature)
-        routing = run.policy.logprobs.routing
+        policy.logprobs(micro_batch, temperature)
+        routing = policy.logprobs.routing
         assert routing is not None, "the policy's routers are recorded"
         return [*routing.assigned.tolist(), routing.tokens.item()]
 
-    with inference(run.policy.model):
-        counts = run.policy.micro_batches.map(count, rollouts, run.policy.logprobs)
+    with inference(policy.model):
+        counts = policy.micro_batches.map(count, rollouts, policy.logprobs)
     columns = zip(*counts, strict=True) if counts else [[]] * (experts + 1)
-    sums = run.workers.sum({str(i): math.fsum(column) for i, column in enumerate(columns)})
+    sums = policy.workers.sum({str(i): math.fsum(column) for i, column in enumerate(columns)})
     *assigned, tokens = sums.values()
     return ExpertLoad(assigned, tokens)
 

@@ -36,10 +36,12 @@ from grpo_cli.algorithm.loss import (
 )
 from grpo_cli.algorithm.losses import loss_function
 from grpo_cli.algorithm.metric_sums import MetricSums
+from grpo_cli.algorithm.settings import Loss
 from grpo_cli.algorithm.variants import traits_of
 from grpo_cli.distributed.fsdp import zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
+from grpo_cli.models.policy import Policy
 from grpo_cli.records import TrainingGroup, TrainingSample, WeightedSample, regrouped
 from grpo_cli.training import ending, logprob_passes, resume
 from grpo_cli.training.rollouts.collect import collect, gathered, minibatch_of
@@ -102,7 +104,8 @@ def make_samples(run: Run, step: Step, batch: StepBatch) -> list[TrainingGroup]:
             samples = logprob_passes.with_old_logprobs(run, samples, needs)
     if run.policy.reference is not None:
         with step.clock.stage("ref_logprobs"):
-            samples = logprob_passes.with_ref_logprobs(run, samples, needs)
+            temperature = recipe.generation.temperature
+            samples = logprob_passes.with_ref_logprobs(run.policy, samples, needs, temperature)
     groups, step_stats = regrouped(batch.groups, samples), batch.step_stats
     if kl_in_reward:
         beta = run.state.beta.value(loss)
@@ -137,7 +140,7 @@ def optimizer_step(run: Run, step: Step, groups: Sequence[TrainingGroup], update
         step.progress.coefficients = {"entropy_coef": coefficient}
     with step.clock.stage("forward_backward"):
         batch = optimizer_batch(run, step, groups, update)
-        sums = None if batch is None else accumulate(run, step, batch)
+        sums = None if batch is None else accumulate(run.policy, step.recipe.loss, batch)
     if sums is not None:  # some process has something to train on
         apply_gradient(run, step, sums)
 
@@ -170,8 +173,10 @@ class OptimizerBatch(NamedTuple):
     """This process's samples of one optimizer step, with the coefficients of its loss."""
 
     coefficients: Coefficients
+    temperature: float  # at which the completions were sampled
     with_gradient: list[WeightedSample]
     entropy_only: list[WeightedSample]  # no gradient; only their entropy is logged
+    measures_entropy: bool
 
 
 def optimizer_batch(
@@ -182,7 +187,7 @@ def optimizer_batch(
     Returns:
         None if no process has anything to train on.
     """
-    loss = step.recipe.loss
+    loss, temperature = step.recipe.loss, step.recipe.generation.temperature
     samples, tokens = weigh_samples(step.recipe, groups, run.workers)
     if not tokens:
         return None
@@ -192,25 +197,25 @@ def optimizer_batch(
     beta, entropy, router = run.state.beta, run.state.entropy_bonus, run.policy.router_coef
     coefficients = Coefficients(beta.value(loss), entropy.value(loss), max(tokens, 1.0), router)
     with_gradient, entropy_only = split_by_gradient(run, step, samples, coefficients)
-    run.policy.micro_batches.calibrate(samples or entropy_only, step.recipe.generation.temperature)
+    run.policy.micro_batches.calibrate(samples or entropy_only, temperature)
     flops = partial(rollout_flops, run.policy.model)
     step.clock.count("forward_backward", lambda: flops(with_gradient, backward=True))
     step.clock.count("forward_backward", lambda: flops(entropy_only))
     if coefficients.router:  # experts are counted over all processes before the first backward
-        load = logprob_passes.load_of_experts(run, with_gradient)
+        load = logprob_passes.load_of_experts(run.policy, with_gradient, temperature)
         coefficients = replace(coefficients, load=load)
-    return OptimizerBatch(coefficients, with_gradient, entropy_only)
+    return OptimizerBatch(
+        coefficients, temperature, with_gradient, entropy_only, step.measures_entropy
+    )
 
 
-def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> MetricSums:
+def accumulate(policy: Policy, loss: Loss, batch: OptimizerBatch) -> MetricSums:
     """Accumulates this process's gradient of one optimizer batch over micro-batches.
 
     Returns:
         The measurements of this process.
     """
-    policy = run.policy
-    coefficients, with_gradient, entropy_only = batch
-    compute_loss = partial(micro_batch_loss, run, step, coefficients)
+    compute_loss = partial(micro_batch_loss, policy, loss, batch)
 
     def forward_backward(micro_batch: list[WeightedSample]) -> MetricSums:
         output = compute_loss(micro_batch)
@@ -219,31 +224,31 @@ def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> MetricSums:
 
     sums = MetricSums()
     with torch.no_grad():
-        for output in policy.micro_batches.map(compute_loss, entropy_only, policy.logprobs):
+        for output in policy.micro_batches.map(compute_loss, batch.entropy_only, policy.logprobs):
             sums.add(output.metrics, only=("entropy", TRAINED_ENTROPY))
     for metrics in policy.micro_batches.map(
-        forward_backward, with_gradient, policy.logprobs, undo=policy.zero_grad
+        forward_backward, batch.with_gradient, policy.logprobs, undo=policy.zero_grad
     ):
         sums.add(metrics)
-    if not with_gradient:  # the optimizer skips a weight whose gradient is None, not one of 0
+    if not batch.with_gradient:  # the optimizer skips a weight whose gradient is None, not one of 0
         zero_gradients(policy.model)
-    policy.micro_batches.drop_dummy_gradients(with_gradient)
+    policy.micro_batches.drop_dummy_gradients(batch.with_gradient)
     return sums
 
 
 def micro_batch_loss(
-    run: Run, step: Step, coefficients: Coefficients, micro_batch: list[WeightedSample]
+    policy: Policy, loss: Loss, batch: OptimizerBatch, micro_batch: list[WeightedSample]
 ) -> LossOutput:
     """Computes the loss of a micro-batch."""
-    logprobs, entropies = run.policy.logprobs(
+    coefficients = batch.coefficients
+    logprobs, entropies = policy.logprobs(
         micro_batch,
-        step.recipe.generation.temperature,
-        entropy=step.measures_entropy,
+        batch.temperature,
+        entropy=batch.measures_entropy,
         entropy_gradient=coefficients.entropy > 0,
     )
-    batch = collate(micro_batch, run.workers.device)
-    routing = run.policy.logprobs.routing
-    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
+    rows = collate(micro_batch, policy.workers.device)
+    return grpo_loss(loss, rows, logprobs, entropies, coefficients, policy.logprobs.routing)
 
 
 def split_by_gradient(

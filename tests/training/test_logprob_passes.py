@@ -47,7 +47,7 @@ def test_old_logprobs_are_never_those_of_a_rollout_function(model: PreTrainedMod
 
 def test_entropy_selects_sampled_tokens(model: PreTrainedModel) -> None:
     run, rollouts = run_of(model, Loss(top_entropy=0.3)), episodes()
-    stats = logprob_passes.token_stats(run, run.policy.logprobs, rollouts, entropy=True)
+    stats = logprob_passes.token_stats(run.policy, run.policy.logprobs, rollouts, 1.0, entropy=True)
     masks = [r.completion.sampled_mask for r in rollouts]
     entropies = torch.cat([s.entropies[m] for s, m in zip(stats, masks, strict=True)])  # type: ignore[index]
     assert len(entropies) == 22
@@ -64,7 +64,7 @@ def test_covariance_selects_sampled_tokens(model: PreTrainedModel, policy: str) 
     run = run_of(model, make_loss(policy=policy, cov_share=0.5, cov_low=0.0))
     rollouts, _ = logprob_passes.select_tokens(run, episodes(), 0, 22.0)
     masks = [r.completion.sampled_mask for r in rollouts]
-    stats = logprob_passes.token_stats(run, run.policy.logprobs, rollouts)
+    stats = logprob_passes.token_stats(run.policy, run.policy.logprobs, rollouts, 1.0)
     cov = token_selection.covariance(
         torch.cat([s.logprobs[m] for s, m in zip(stats, masks, strict=True)]).double(),
         torch.cat([r.advantages[m] for r, m in zip(rollouts, masks, strict=True)]).double(),
