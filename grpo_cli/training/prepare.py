@@ -245,6 +245,13 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
                 f"output_dir = {paths.shown(folder)}: holds another run than resume = {path}; "
                 "choose another output_dir."
             )
+        has_all = recipe.epochs is None and paths.step_of(path) >= recipe.steps
+        lacks_evaluation = paths.is_interrupted(path) or (inside and not is_finished)
+        if has_all and not lacks_evaluation:
+            raise UserError(
+                f"steps = {recipe.steps}: {paths.shown(path)} has them all, and nothing is left "
+                "to do; a larger steps=N continues it."
+            )
         return found
     if paths.holds_run(folder) and not recipe.overwrite:
         newest = f" up to step {saved[-1]}" if saved else ""
