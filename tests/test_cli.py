@@ -81,6 +81,8 @@ def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Pat
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "hollow").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("defaults: [schema, _self_]\n")
     arguments, expected = row["words"], row["said"]
     if isinstance(arguments, str):
         argv = arguments.split()

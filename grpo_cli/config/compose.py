@@ -308,9 +308,11 @@ def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
     """
     stray = [word for word in overrides if "=" not in word and not word.startswith("~")]
     if stray:
+        runs = [word for word in stray if Path(word, "recipe.yaml").is_file()]
         yield (
             f"{listed(stray)}: write key=value or --key value, recipe=NAME or FILE.yaml; a list is "
             "one word, such as optimizer.betas=[0.9,0.95]."
+            + (f" resume={runs[0]} continues the run." if runs else "")
         )
         return
     typed = OmegaConf.structured(Recipe(model=Model(build=Build())))
