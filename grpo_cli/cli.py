@@ -187,9 +187,10 @@ def run_command(argv: list[str]) -> int:
             COMMANDS[argv[0]](argv[1:])
         else:
             is_recipe = argv[0].startswith("--config") or argv[0].endswith(".yaml")
+            hint = " Did you mean grpo train?" if is_recipe else nearest(argv[0], COMMANDS)
+            hint = " Did you mean grpo train resume=RUN?" if argv[0] == "resume" else hint
             raise UserError(
-                f"grpo {argv[0]}: there is no such command; there are {listed(COMMANDS)}."
-                + (" Did you mean grpo train?" if is_recipe else nearest(argv[0], COMMANDS))
+                f"grpo {argv[0]}: there is no such command; there are {listed(COMMANDS)}.{hint}"
             )
     except UserError as error:
         return _leave(str(error), 2, everywhere=error.alone)

@@ -70,6 +70,9 @@ def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Pat
     write(tmp_path / "null.jsonl", ROWS[0], {**ROWS[1], "question": None})
     (tmp_path / "twice.yaml").write_text(f"{HEAD}steps: 3\nsteps: 4\n")
     (tmp_path / "number.yaml").write_text(f"{HEAD}optimizer: 3\n")
+    (tmp_path / "choice.yaml").write_text("defaults: [schema, _self_]\nreward: [math, length]\n")
+    (tmp_path / "hub.yaml").write_text(f"{HEAD}model: me/my-model\n")
+    (tmp_path / "bare.yaml").write_text("steps: 3\n")
     (tmp_path / "misspelt.yaml").write_text(f"{HEAD}stepz: 3\n")
     (tmp_path / "class.yaml").write_text(HEAD + "hydra: {sweeper: {_target_: subprocess.Popen}}")
     (tmp_path / "gsm8k_tiny.yaml").write_text("defaults: [gsm8k_tiny, _self_]\n")
@@ -78,6 +81,8 @@ def test_a_mistake_is_one_message(row: dict[str, Any], grpo: Grpo, tmp_path: Pat
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "hollow").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("defaults: [schema, _self_]\n")
     arguments, expected = row["words"], row["said"]
     if isinstance(arguments, str):
         argv = arguments.split()

@@ -55,6 +55,11 @@ def split_recipe(
             raise UserError(f"--config-dir {folder}: there is no such folder.")
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name).expanduser()
+        if (path / "recipe.yaml").is_file():
+            raise UserError(
+                f"recipe = {name}: is the folder of a run; recipe={path / 'recipe.yaml'} is its "
+                f"recipe, and resume={name} continues it."
+            )
         if not path.is_file():
             beside = [p.name for p in path.parent.glob("*.yaml")]
             raise UserError(f"recipe = {name}: there is no such file.{nearest(path.name, beside)}")

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ def compose_and_call(
     overrides += _without_rows(overrides, folder, trees := _trees(folder, name))
     tree = {} if folder is None else trees[-1]
     names_itself, shown = bool(tree.get("recipe")), name
+    if problems := [*_problems_of_sections(tree, _choices_of(trees[:-1]))]:
+        raise UserError("\n".join(f"recipe = {name}: {problem}" for problem in problems))
     chosen = {word.lstrip("+").partition("=")[0] for word in overrides} & {*groups()}
     unnamed = chosen - {"benchmark", *_choices_of(trees)}
     choices = _choices_of(trees) | dict(w.lstrip("+").split("=", 1) for w in overrides if "=" in w)
@@ -280,6 +282,25 @@ def _without_rows(
     return words
 
 
+def _problems_of_sections(tree: Mapping[str, Any], inherited: Collection[str]) -> Iterator[str]:
+    """Yields a message for each group whose choice stands where its section should.
+
+    Args:
+        inherited: the groups that the bases of this recipe name, so that it overrides them.
+    """
+    for group in groups():
+        value = tree.get(group)
+        if value is None or isinstance(value, dict) or "${" in str(value):
+            continue
+        names = [str(name) for name in (value if isinstance(value, list) else [value])]
+        shown = f"[{', '.join(names)}]" if isinstance(value, list) else names[0]
+        meant = INSTEAD_OF_A_CHOICE.get(group, "").format(choice=shown)
+        if not meant or {*names} <= {*_choices(group)}:
+            entry = f"{'override ' * (group in inherited)}{group}: {shown}"
+            meant = f" A choice is an entry of the defaults, before _self_: `- {entry}`."
+        yield f"{group} = {shown}: is a section, which takes no value.{meant}"
+
+
 def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
     """Yields a message for each word that is no choice of a group and no value of a knob.
 
@@ -288,9 +309,11 @@ def _problems_of_words(overrides: Iterable[str], sweeps: bool) -> Iterator[str]:
     """
     stray = [word for word in overrides if "=" not in word and not word.startswith("~")]
     if stray:
+        runs = [word for word in stray if Path(word, "recipe.yaml").is_file()]
         yield (
             f"{listed(stray)}: write key=value or --key value, recipe=NAME or FILE.yaml; a list is "
             "one word, such as optimizer.betas=[0.9,0.95]."
+            + (f" resume={runs[0]} continues the run." if runs else "")
         )
         return
     typed = OmegaConf.structured(Recipe(model=Model(build=Build())))

@@ -249,7 +249,10 @@ def omegaconf_message(error: BaseException, within: str = "") -> str | None:
     for e in reversed(chain):
         key = str(getattr(e, "full_key", None) or "")
         if key == "recipe":
-            return "the recipe lacks `schema`, the first entry of every recipe's defaults."
+            return (
+                "the recipe has no base: begin it with `defaults: [chat, _self_]`, or with a list "
+                "of defaults whose first entry is `schema`."
+            )
         if isinstance(e, (ConfigKeyError, ConfigAttributeError)) and key:
             return no_such_key(within + key)
         if isinstance(e, ValidationError) and key:

@@ -30,8 +30,13 @@ def import_module(name: str, where: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything on import
+        hint, dotted = "", name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        if dotted != name and all(map(str.isidentifier, dotted.split("."))):
+            hint = f"; write {dotted}"
+        elif isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            hint = f"; it is looked for in {os.getcwd()} and among the installed packages"
         raise UserError(
-            f"{where}: cannot import {name}: {type(error).__name__}: {error}"
+            f"{where}: cannot import {name}: {type(error).__name__}: {error}{hint}"
         ) from error
 
 

@@ -36,10 +36,14 @@ half in B, and L rows the other way round; exactly half, in either, is not a fli
 
 QUESTION = "question"
 LISTED = 10  # flipped rows shown in each direction
-SAMPLING = {  # settings of eval.json that are compared
-    "eval": ("num_samples", "temperature", "top_p", "max_completion_tokens", "sampling"),
-    "generation": ("max_completion_tokens",),
-}
+LIMIT = "generation.max_completion_tokens"  # without eval's limit, and the benchmark's own
+SETTINGS = (  # of eval.json that are compared
+    *("mixed_precision", "model.dtype", "model.quantization"),
+    *("dataset.prompt", "dataset.system", "dataset.chat"),
+    *("eval.num_samples", "eval.temperature", "eval.top_p", "eval.max_completion_tokens"),
+    *("eval.sampling", LIMIT),
+)
+LONGEST_SHOWN = 60  # characters of the two values of a setting
 COLUMNS = ["benchmark", "mode", "row", "correct", "columns"]
 
 
@@ -219,15 +223,15 @@ def _judge(stored: Stored, name: str) -> tuple[str, Any] | None:
 
 
 def differing_settings(one: Stored, other: Stored) -> list[str]:
-    """Lists the sampling settings that differ: `eval.num_samples 1 and 8`."""
+    """Lists the settings that differ: `eval.num_samples 1 and 8`."""
     found = []
-    for section, keys in SAMPLING.items():
-        a, b = one.section(section), other.section(section)
-        found += [
-            f"{section}.{key} {a[key]} and {b[key]}"
-            for key in keys
-            if key in a and key in b and a[key] != b[key]
-        ]
+    for key in SETTINGS:
+        section, _, name = key.rpartition(".")
+        a, b = (s.section(section) if section else s.report for s in (one, other))
+        is_read = key != LIMIT or reads_limit_of_generation(one) or reads_limit_of_generation(other)
+        if is_read and name in a and name in b and a[name] != b[name]:
+            values = f"{a[name]} and {b[name]}"
+            found.append(f"{key} {values}" if len(values) <= LONGEST_SHOWN else key)
     settings = one.section("benchmark"), other.section("benchmark")
     return found + [
         f"benchmark.{name}.{key}"
@@ -236,6 +240,13 @@ def differing_settings(one: Stored, other: Stored) -> list[str]:
         for key in ("modes", "shots", "max_completion_tokens")
         if settings[0][name].get(key) != settings[1][name].get(key)
     ]
+
+
+def reads_limit_of_generation(stored: Stored) -> bool:
+    """Returns whether completions were limited by generation.max_completion_tokens."""
+    name, benchmarks = "max_completion_tokens", stored.section("benchmark").values()
+    has_own = bool(benchmarks) and all(benchmark.get(name) for benchmark in benchmarks)
+    return not (has_own or stored.section("eval").get(name))
 
 
 def read(path: Path) -> Stored:

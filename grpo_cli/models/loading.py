@@ -35,6 +35,7 @@ FAILURES = (
     SafetensorError, StrictDataclassError,
 )  # fmt: skip
 LONGEST = 100_000  # characters of a chat template
+NO_TOKENIZER = "holds no tokenizer; save one in the folder, or name one with model.tokenizer."
 TRAINABLE = ("float32", "bfloat16", "float16")
 
 transformers.utils.logging.disable_progress_bar()  # the run has its own progress display
@@ -203,10 +204,7 @@ def load_config(
                 f"a {model_config.model_type} model reads in both directions and cannot generate"
             )
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one if files are missing
-        raise UserError(
-            f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder, "
-            "or name one with model.tokenizer."
-        )
+        raise UserError(f"model.path = {path}: {NO_TOKENIZER}")
     if len(str(tokenizer.chat_template)) > LONGEST:  # each prompt would be as long
         raise UserError(f"model.path = {path}: its chat template is longer than {LONGEST:,}.")
     return model_config, tokenizer
@@ -278,6 +276,8 @@ def explained(path: str | Path) -> Iterator[None]:
     except FAILURES as error:
         check_files(Path(path))
         reason = f"{first_line(error)}."
+        if reason.startswith("Couldn't instantiate the backend tokenizer"):  # seven lines follow
+            raise UserError(f"model.path = {path}: {NO_TOKENIZER}") from error
         if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
             reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
         elif reason.startswith("We couldn't connect"):

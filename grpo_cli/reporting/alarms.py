@@ -180,8 +180,8 @@ def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
         "no_reward",
         Level(above=1.0),
         lambda metrics: float(math.isnan(metrics["reward"])),
-        "no completion has a reward, since every function returned None; nothing is learned. Look "
-        "at the columns that they read.",
+        "no completion has a reward: each function returned None or failed; nothing is learned. "
+        "Look at the columns that they read.",
     )
     yield Watch(
         "equal_rewards",

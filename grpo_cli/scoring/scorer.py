@@ -146,12 +146,21 @@ class Scorer:
 
 
 def needed_columns(rewards: Mapping[str, Reward]) -> dict[str, str]:
-    """Returns the columns that rewards need, each with the key of a reward that needs it."""
+    """Returns the columns that rewards need, each with the key of a reward that needs it.
+
+    Raises:
+        UserError: a function is unknown, or needs a column that no function receives.
+    """
     found: dict[str, str] = {}
     with contextlib.chdir("."):  # undoes a module's own chdir: data paths are still relative
         for name, spec in rewards.items():
             function = resolve(spec.function, f"reward.{name}.function")
             required = Signature.of(function).required
+            for column in {*required} & {"prompt", "completion"} - {*spec.args}:
+                raise UserError(
+                    f"reward.{name}: no column is passed as {column!r}; call the parameter "
+                    f"{column}s, the list of all {column}s."
+                )
             found |= {c: f"reward.{name}" for c in required if c not in spec.args}
     return found
 

@@ -191,7 +191,6 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
     else:
         run.reporter.rewind(0)  # drops lines of a run that was stopped before its first checkpoint
         if run.workers.is_main:
-            (run.folder / "summary.json").unlink(missing_ok=True)  # its checkpoints are gone
             retention.discard_kept(run.folder, 0)
     run.generator.update_weights(run.policy.model, run.state.step)
     run.reporter.status.add(steps=run.recipe.steps, first_step=run.state.step)

@@ -207,7 +207,7 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
     check_writable(folder)
     if recipe.overwrite:
         paths.check_no_links(folder)
-    saved = paths.steps_saved(folder)
+    saved, is_finished = paths.steps_saved(folder), (folder / "summary.json").is_file()
     if recipe.resume is not None and recipe.overwrite:
         raise UserError("overwrite=true discards the run that resume continues; set one of them.")
     if recipe.resume == "auto":
@@ -217,6 +217,12 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
                 f"resume = auto: {paths.shown(folder)} holds a model and no state to resume from "
                 "(checkpoint.every=0); begin a run from it with "
                 f"model.path={paths.shown(folder)} and another output_dir."
+            )
+        if not found and is_finished:
+            raise UserError(
+                f"resume = auto: {paths.shown(folder)} holds a finished run without its "
+                "checkpoints; choose another output_dir, or discard the run with overwrite=true in "
+                "place of resume."
             )
         return found
     restarts = lock.is_restart(folder)  # the same run continues, whatever it started from
@@ -238,6 +244,13 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
             raise UserError(
                 f"output_dir = {paths.shown(folder)}: holds another run than resume = {path}; "
                 "choose another output_dir."
+            )
+        has_all = recipe.epochs is None and paths.step_of(path) >= recipe.steps
+        lacks_evaluation = paths.is_interrupted(path) or (inside and not is_finished)
+        if has_all and not lacks_evaluation:
+            raise UserError(
+                f"steps = {recipe.steps}: {paths.shown(path)} has them all, and nothing is left "
+                "to do; a larger steps=N continues it."
             )
         return found
     if paths.holds_run(folder) and not recipe.overwrite:

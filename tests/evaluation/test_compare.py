@@ -201,6 +201,14 @@ def test_settings_that_differ_are_noted(tmp_path: Path) -> None:
         "note: settings differ: eval.num_samples 1 and 2"
     ]
     assert notes("e", {}) == []
+    # A benchmark has a limit of its own, and the recipes of two models have others.
+    system = {"dataset": {"system": "Think. " * 20}, "mixed_precision": "no"}
+    own = {**judged(shots=4, max_completion_tokens=512), "eval": evaluation, **system}
+    first = store(tmp_path / "f", single([True]), report={**own, "generation": generation})
+    bf16 = {"mixed_precision": "bf16", "dataset": {"system": None}}
+    assert notes("g", {**own, **bf16, "generation": {"max_completion_tokens": 16}}) == [
+        "note: settings differ: mixed_precision no and bf16, dataset.system"
+    ]
 
 
 def test_sign_flips_by_hand() -> None:

@@ -69,6 +69,16 @@ def test_damaged_model_refused(folder: Path, damage: Callable[[Path], None], rea
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])  # an empty one is made, or none
+def test_a_model_without_tokenizer_is_refused(folder: Path, kind: str) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"^model.path = {folder}: holds no tokenizer; save one"):
+        loading.load_config(Model(path=str(folder)), folder)
+
+
 @pytest.mark.parametrize("name", [FILE, "config.json", "tokenizer_config.json"])
 def test_damaged_file_of_a_model_is_named(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:100])

@@ -293,8 +293,11 @@ def test_modules_are_imported_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "my_grpo_module4.py").write_text(text.format(n="1"))
     with pytest.raises(UserError, match=r"my_grpo_module4:brief1 and my_grpo_module1:brief1 have"):
         registry.import_modules(["my_grpo_module4"], "grpo rewards")
-    with pytest.raises(UserError, match=r"grpo rewards: nowhere: cannot import nowhere"):
+    with pytest.raises(UserError, match=r"^grpo rewards: nowhere: cannot import nowhere: .* it is"):
         registry.import_modules(["nowhere"], "grpo rewards")
+    for name in ("my_grpo_module1.py", "./my/rewards.py"):
+        with pytest.raises(UserError, match=r"; write my(_grpo_module1|\.rewards)$"):
+            registry.import_modules([name], "grpo rewards")
 
 
 def test_workers_are_this_processs_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,25 @@ def test_a_column_that_the_data_lacks() -> None:
     scorer({"r": given}, columns=[])
 
 
+def of_one(completion: str, answer: str) -> float:
+    return 0.0
+
+
+def of_its_prompt(prompt: list[str], completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "column"), [("of_one", "completion"), ("of_its_prompt", "prompt")]
+)
+def test_a_parameter_that_is_never_passed(function: str, column: str) -> None:
+    path = f"tests.scoring.test_scorer:{function}"
+    says = rf"reward\.r: .* passed as '{column}'; call the parameter {column}s, the list"
+    with pytest.raises(UserError, match=says):
+        scorer({"r": function}, columns=["answer", "prompt"])
+    scorer({"r": Reward(path, args={column: "a"})}, columns=["answer"])
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [("mostly", "it takes answer, level. Did you mean level"), ("is_answer", "it takes answer.")],

@@ -239,6 +239,14 @@ def test_resume_reads_the_runs_own_recipe(
         assert run_command(["train", *fork]) == 0
         steps = Path(f"fork-{first}/metrics.jsonl").read_text().splitlines()
         assert json.loads(steps[0])["step"] == first
+    # A finished run keeps its record, and a run with nothing left to do is not begun.
+    recipe, newest = Path("run/recipe.yaml").read_text(), "resume=run/checkpoints/step-3"
+    for words in ([newest, "output_dir=run", "seed=5"], ["resume=run", "output_dir=fork"]):
+        capsys.readouterr()
+        assert run_command(["train", *words, "steps=3"]) == 2
+        assert "steps = 3: run/checkpoints/step-3 has them all" in capsys.readouterr().err
+    assert not Path("fork").exists()
+    assert Path("run/recipe.yaml").read_text() == recipe
     # Of another user, who asks for code.
     stored = Path("run/recipe.yaml")
     stored.write_text(stored.read_text().replace("callbacks: {}", "callbacks: {a: {path: 'b:C'}}"))

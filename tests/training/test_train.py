@@ -137,11 +137,13 @@ def reference_weights(live: run.Run) -> torch.Tensor:
 
 
 def test_resume_auto_says_that_it_finds_nothing(tmp_path: Path, capsys: Any) -> None:
-    stale = tmp_path / "run" / "summary.json"
-    stale.parent.mkdir()
-    stale.write_text("{}")
+    summary = tmp_path / "run" / "summary.json"
+    summary.parent.mkdir()
+    summary.write_text("{}")
+    with pytest.raises(UserError, match="holds a finished run without its checkpoints"):
+        built(tmp_path, resume="auto")
+    summary.unlink()
     built(tmp_path, resume="auto").close()
-    assert not stale.exists(), "of a run whose checkpoints were deleted"
     assert "resume=auto finds no checkpoint; the run starts at step 1" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -89,6 +89,18 @@ def test_curves_are_chosen(browser: Browser, one: Path) -> None:
     ends_well(page)
 
 
+def test_an_accuracy_that_stays_has_no_difference(browser: Browser, folder: Path) -> None:
+    run = write_run(folder / "third", stored=())
+    for name in ("summary.json", "metrics.jsonl"):  # a third, which the curves round to 0.33333
+        text = (run / name).read_text(encoding="utf-8")
+        text = re.sub(r'("(eval/)?accuracy": )[\d.]+', rf"\g<1>{1 / 3}", text)
+        (run / name).write_text(text, encoding="utf-8")
+    page = browser.open(written(run))
+    assert page.text(".big").count("33.3") == 2
+    assert page.text(".delta") == "0 points"
+    ends_well(page)
+
+
 FILTERS = {  # of 60 + 60 completions of 30 rows: by `report_runs.completion`
     "all": 120,
     "truncated": 24,

@@ -36,7 +36,7 @@ function evaluations(run, measure = run.measure) {
   const before = run.before;
   if (before && before[measure] !== undefined && before[measure] !== null) {
     const [low, high] = (measure === 'accuracy' && before.interval_95) || [null, null];
-    found.push({ step: 0, value: before[measure], low, high });
+    found.push({ step: 0, value: Number(before[measure].toPrecision(5)), low, high });  // as `curves`
   }
   const values = run.curves.columns[`eval/${measure}`] || [];
   const lows = run.curves.columns[`eval/${measure}_low`] || [];
