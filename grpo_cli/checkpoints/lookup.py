@@ -43,7 +43,8 @@ def find_model(name: str) -> str:
     if found is not None and paths.has_shards(found):
         raise UserError(
             f"checkpoint = {found}: holds shards and no model folder (checkpoint.model); make one "
-            f"with grpo export {found} FOLDER, and evaluate that with recipe=NAME."
+            f"with grpo export {found} FOLDER, and evaluate that with "
+            f"recipe={found / provenance.RECIPE}."
         )
     if Path(name).expanduser().exists():
         raise UserError(

@@ -24,7 +24,7 @@ class Checkpoint:
     model: str = knob(
         "auto",
         "Add a model folder to each checkpoint, as `grpo export` makes one; auto: up to 8 GB, and "
-        "for each checkpoint that hub.repo gets.",
+        "for each checkpoint that hub.repo gets; an adapter always has its folder.",
         choices=("auto", "always", "never"),
     )
     grace: float = at_least_0(

@@ -191,6 +191,8 @@ def card_of(run: Run) -> str:
 
 def writes_model(run: Run) -> bool:
     """Returns whether checkpoints are also model folders."""
+    if run.recipe.adapter.method != "none":
+        return True  # small, and grpo export makes none of an adapter's shards
     when = run.recipe.checkpoint.model
     if when == "auto" and run.recipe.hub.repo is not None:
         return run.recipe.hub.strategy != "end" or run.is_over

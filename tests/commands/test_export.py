@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from grpo_cli.checkpoints import manifest, model_folder, provenance
+from grpo_cli.checkpoints import lookup, manifest, model_folder, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import checkpoint_path
 from grpo_cli.commands import export
@@ -153,6 +153,11 @@ def test_a_damaged_checkpoint_is_not_exported(
         export.export(path, tmp_path / "out")
     assert str(e.value).endswith("other checkpoints of this run: step-3, step-10.")
     assert not (tmp_path / "out").exists()
+
+
+def test_shards_are_evaluated_once_exported_with_the_recipe_of_their_run(path: Path) -> None:
+    with pytest.raises(UserError, match=f"that with recipe={path}/training/recipe.yaml"):
+        lookup.find_model(str(path))
 
 
 def test_a_folder_that_holds_something_is_left_alone(path: Path, out: Path) -> None:

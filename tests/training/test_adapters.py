@@ -73,7 +73,9 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("more", [[], [*QUANTIZED, "adapter=qlora"]], ids=["lora", "qlora"])
+@pytest.mark.parametrize(
+    "more", [["checkpoint.model=never"], [*QUANTIZED, "adapter=qlora"]], ids=["lora", "qlora"]
+)
 def test_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str]) -> None:
     path = train(tmp_path / "run", "optimizer.learning_rate=0.05", *more)
     base = Path(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
@@ -90,7 +92,8 @@ def test_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str]) -
     for number, model in enumerate((path, tmp_path / "merged")):
         out = tmp_path / f"eval-{number}"
         words = ["recipe=arithmetic_tiny", "dataset.eval_limit=8", f"output_dir={out}"]
-        if more and model == path:  # with `recipe=`, the one that the checkpoint stores is not read
+        # With `recipe=`, the one that the checkpoint stores is not read.
+        if "adapter=qlora" in more and model == path:
             words.append("model.quantization=nf4")
         grpo("eval", str(model), *words)
         (file,) = out.rglob("completions.parquet")
