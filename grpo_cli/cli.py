@@ -249,6 +249,7 @@ def train(argv: list[str]) -> list[Path]:
         The folder of each run; several with -m.
     """
     runs: dict[Path, list[str]] = {}
+    joined: list[Any] = []  # the `Workers` of the last run; the jobs of a sweep share their group
 
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
@@ -267,6 +268,7 @@ def train(argv: list[str]) -> list[Path]:
 
         try:
             live = train.run_recipe(prepared, ["grpo", "train", *argv])
+            joined[:] = [live.workers]
         except StoppedWhileStarting as early:
             prepared.close()
             raise Stopped(
@@ -279,23 +281,29 @@ def train(argv: list[str]) -> list[Path]:
             raise Stopped(number, how, requeued=train.ask_for_requeue(number))
 
     compose_and_call(with_recipe_of_run(argv), task)
+    for workers in joined:
+        workers.close()
     if len(runs) > 1 and os.environ.get("RANK", "0") == "0":
         print_runs(runs)
     return [*runs]
 
 
 def print_runs(runs: Mapping[Path, Sequence[str]]) -> None:
-    """Prints a table of runs with the words in which they differ, and accuracy before and after."""
+    """Prints a table of runs with the words in which they differ, and results before and after.
+
+    These are accuracies, or mean rewards if a run's rewards have values other than 0 and 1.
+    """
     from rich.console import Console  # late: slow
     from rich.table import Table
 
-    table = Table("run", "differs in", "before", "after")
+    found = {folder: read_json(folder / "summary.json") for folder in runs}
+    ends = {folder: [s["before"] or {}, s["after"] or {}] for folder, s in found.items()}
+    key = "reward" if any("graded" in e for both in ends.values() for e in both) else "accuracy"
+    table = Table("run", "differs in", "before", "after", title=f"held-out {key}")
     common = set.intersection(*map(set, runs.values()))
     for folder, words in runs.items():
-        found = read_json(folder / "summary.json")
-        ends = (str((found[end] or {}).get("accuracy", "-")) for end in ("before", "after"))
         differing = " ".join(word for word in words if word not in common)
-        table.add_row(paths.shown(folder), differing, *ends)
+        table.add_row(paths.shown(folder), differing, *(str(e.get(key, "-")) for e in ends[folder]))
     Console().print(table)
 
 

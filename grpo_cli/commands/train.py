@@ -109,7 +109,6 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
         raise
     live.close()
     supervisor.close()
-    workers.close()
     return live
 
 

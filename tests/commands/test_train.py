@@ -1,6 +1,8 @@
 """A run that ends before its first step, or early, and what the others and the batch job learn."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +43,24 @@ def test_a_signal_to_one_process_while_it_starts_ends_all(tmp_path: Path) -> Non
     assert "is gone" not in found.stdout + found.stderr, "nobody is to blame"
     assert "Error" not in found.stderr
     assert asked.exists()
+
+
+@pytest.mark.programs
+def test_a_sweep_of_several_processes_trains_all_jobs_and_compares_rewards(tmp_path: Path) -> None:
+    words = [
+        "train", "-m", "recipe=arithmetic_tiny", "seed=0,1", f"output_dir={tmp_path / 'run'}",
+        "reward=[length]", "reward.length.args.target=9", "steps=1", "prompts_per_step=2",
+        "model.build.hidden_size=32", "model.build.intermediate_size=64",
+        "model.build.num_layers=1", "model.build.warmup_steps=2",
+        "dataset.eval_limit=2", "eval.at_start=false", "checkpoint.every=0", "log.report=false",
+    ]  # fmt: skip
+    found = programs.run(programs.torchrun(2, "-m", "-m", "grpo_cli", *words), COLUMNS="200")
+    assert found.returncode == 0, found.stderr
+    table = found.stdout.rpartition("held-out reward")[2]
+    for seed in (0, 1):
+        summary = json.loads((tmp_path / f"run-{seed}" / "summary.json").read_text())
+        assert summary["processes"] == 2
+        assert re.search(rf"run-{seed} │ seed={seed} +│ - +│ {summary['after']['reward']} ", table)
 
 
 @pytest.mark.slow
