@@ -284,11 +284,9 @@ def train(argv: list[str]) -> list[Path]:
             how = ending.how_it_ended(live, live.recovery.interrupted)
             raise Stopped(number, how, requeued=train.ask_for_requeue(number))
 
-    try:
-        compose_and_call(with_recipe_of_run(argv), task)
-    finally:
-        for workers in joined:
-            workers.close()
+    compose_and_call(with_recipe_of_run(argv), task)
+    for workers in joined:
+        workers.close()
     if len(runs) > 1 and os.environ.get("RANK", "0") == "0":
         print_runs(runs)
     return [*runs]
@@ -304,8 +302,7 @@ def print_runs(runs: Mapping[Path, Sequence[str]]) -> None:
 
     found = {folder: read_json(folder / "summary.json") for folder in runs}
     ends = {folder: [s["before"] or {}, s["after"] or {}] for folder, s in found.items()}
-    is_graded = any("graded" in end for both in ends.values() for end in both)
-    key = "reward" if is_graded else "accuracy"
+    key = "reward" if any("graded" in e for both in ends.values() for e in both) else "accuracy"
     table = Table("run", "differs in", "before", "after", title=f"held-out {key}")
     common = set.intersection(*map(set, runs.values()))
     for folder, words in runs.items():

@@ -42,6 +42,7 @@ from grpo_cli.config.command_line import (
 from grpo_cli.config.keys import KNOBS, flat
 from grpo_cli.config.knob import as_written, flagged
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.renamed import drop_schedules
 from grpo_cli.data.settings import PROMPT_COLUMNS, Dataset
 from grpo_cli.distributed.settings import Distributed
 from grpo_cli.errors import UserError, listed, nearest, typed_line
@@ -431,15 +432,6 @@ def _allow_new_key(override: str) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """Parses a recipe's file; {} if there is no such file."""
     return read_yaml(path) if path.is_file() else {}
-
-
-def drop_schedules(tree: dict[str, Any]) -> None:
-    """Drops the section `schedules` of a stored recipe; a UserError if it is not empty."""
-    if tree.pop("schedules", None):
-        raise UserError(
-            "schedules: knobs no longer follow the step; delete this section of the stored "
-            "recipe.yaml, and resume with another value of the knob from the step on."
-        )
 
 
 def is_stored(tree: Mapping[str, Any]) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from grpo_cli.errors import UserError
 from grpo_cli.files import read_yaml
 
 
@@ -33,3 +34,12 @@ def sections() -> dict[str, list[OtherName]]:
 def other_names() -> dict[str, OtherName]:
     """Returns the row of each name."""
     return {name: row for rows in sections().values() for row in rows for name in row.names}
+
+
+def drop_schedules(tree: dict[str, Any]) -> None:
+    """Drops the section `schedules` of a stored recipe; a UserError if it is not empty."""
+    if tree.pop("schedules", None):
+        raise UserError(
+            "schedules: knobs no longer follow the step; delete this section of the stored "
+            "recipe.yaml, and resume with another value of the knob from the step on."
+        )

@@ -23,8 +23,8 @@ import transformers
 from grpo_cli.checkpoints import checkpointer, manifest, paths, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.compose import drop_schedules
 from grpo_cli.config.recipe import Recipe
+from grpo_cli.config.renamed import drop_schedules
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.distributed.stop_signal import Interrupts
 from grpo_cli.distributed.workers import Workers
