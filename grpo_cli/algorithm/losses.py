@@ -389,6 +389,10 @@ def kl_cov(
     """−ρA, and on the tokens of the highest covariance also a KL penalty to the old policy.
 
     KL-Cov (arXiv 2505.22617, eq. 12): −ρA + β_cov·|log ρ|, the authors' estimate. At ρ = 1 the
-    penalty has no gradient, so it needs several updates per step. Divided by tokens.
+    penalty has no gradient, so it needs several updates per step. The sign of a |log ρ| below 1e-4
+    is rounding noise, and would make the gradient depend on micro-batches: it counts as 0. Divided
+    by tokens.
     """
-    return -ratio * advantages + cov_kl * cov_selected * log_ratio.abs()
+    distance = log_ratio.abs()
+    distance = torch.where(distance > 1e-4, distance, 0.0)
+    return -ratio * advantages + cov_kl * cov_selected * distance

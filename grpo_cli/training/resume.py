@@ -277,7 +277,7 @@ def restore(run: Run, path: Path) -> None:
     run.callbacks.restore(run, saved["callbacks"])
     if len(saved["rng"]) != workers.size:
         run.reporter.say(
-            f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "
+            f"  processes then {len(saved['rng'])}, now {workers.size}: the same run except for "
             "rounding"
         )
     if workers.is_main:

@@ -268,6 +268,12 @@ def test_kl_cov_by_hand() -> None:
     assert gradient(out, log_ratio) == pytest.approx([-6, -6 + 0.5, -1.5 - 0.5, -3])
 
 
+def test_kl_cov_does_not_follow_the_sign_of_rounding_noise() -> None:
+    log_ratio = row([1e-6, -1e-6], grad=True)
+    out = kl_cov(log_ratio.exp(), log_ratio, row([3.0, 3.0]), row([1, 1]), cov_kl=0.5)
+    assert gradient(out, log_ratio) == pytest.approx([-3, -3], abs=1e-4)
+
+
 # What a recipe can choose
 
 

@@ -438,7 +438,7 @@ def test_resume_with_other_processes(jobs: Jobs, straight: Straight) -> None:
             count = rng.randint(HAPPENS[what] // 2, HAPPENS[what])
             moments = [{"what": what, "number": count, "signal": int(signal.SIGUSR1)}]
         jobs.start(run, [*PLAIN, *more, "checkpoint.grace=0"], processes, *moments)
-    starts_said = re.findall(r"(\d) processes then, (\d) now", said(run))
+    starts_said = re.findall(r"processes then (\d), now (\d)", said(run))
     assert starts_said == [("2", "1"), ("1", "2"), ("2", "3"), ("3", "2"), ("2", "1")], said(run)
     ours, theirs = metrics(run), metrics(reference)
     assert [m["step"] for m in ours] == [m["step"] for m in theirs], said(run)[-3000:]
