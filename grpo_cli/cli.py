@@ -7,7 +7,6 @@ SIGTERM, or 0 if a batch system is asked to start the run again or torchrun woul
 
 from __future__ import annotations
 
-import bdb
 import contextlib
 import errno
 import importlib
@@ -212,13 +211,12 @@ def run_command(argv: list[str]) -> int:
     except KeyboardInterrupt:
         said = filter(None, ["stopped immediately", WHEN_STOPPED.get(argv[0])])
         return _leave("; ".join(said), 130)
-    except bdb.BdbQuit:  # `q` in a debugger
-        raise
     except Exception as error:
         if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
             place = f"{error.filename}: " if error.filename else ""
             return _leave(f"{place}{error.strerror}.", 1, everywhere=True)
-        if os.environ.get("GRPO_DEBUG"):
+        is_quit = type(error).__module__ == "bdb"  # `q` in a debugger
+        if is_quit or os.environ.get("GRPO_DEBUG"):
             raise
         return _leave(internal_error(error), 1, everywhere=True)
     return 0
