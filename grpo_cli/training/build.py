@@ -239,7 +239,8 @@ def describe(run: Run, *, is_graded: bool) -> None:
     of_adapter = "" if trained == size else f" ({trained / 1e6:.4g} M trained)"
     prompts = len(run.queue.stream.prompts)
     most = "at most " if recipe.generation.dynamic_sampling else ""
-    shown = f"{counted(prompts, 'prompt')} ({most}{prompts / recipe.prompts_per_step:,.4g} steps an epoch)"
+    an_epoch = f"{most}{prompts / recipe.prompts_per_step:,.4g} steps an epoch"
+    shown = f"{counted(prompts, 'prompt')} ({an_epoch})"
     if recipe.dataset.streaming:
         shown = "streamed prompts"
     say(
