@@ -340,7 +340,7 @@ def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
 def settle(
     groups: Sequence[Group], weights: Mapping[str, float], mask_truncated: bool
 ) -> list[Group]:
-    """Returns groups whose rewards that differ by rounding only are equal.
+    """Returns groups in which rewards that differ only by rounding are made equal.
 
     Args:
         mask_truncated: excludes completions that reached the length limit from the loss.

@@ -124,7 +124,7 @@ _KINDS = {
 
 
 def _entry(kind: type[E], key: str, value: Any) -> E:
-    """Parses an entry that the user names: such as a reward or a benchmark."""
+    """Parses an entry that the user names, such as a reward or a benchmark."""
     fields = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(value, dict):
         raise UserError(f"{key} = {value!r}: must be a mapping of {listed(fields)}.")

@@ -41,5 +41,5 @@ def drop_schedules(tree: dict[str, Any]) -> None:
     if tree.pop("schedules", None):
         raise UserError(
             "schedules: knobs no longer follow the step; delete this section of the stored "
-            "recipe.yaml, and resume with another value of the knob from the step on."
+            "recipe.yaml, and resume with the new value at the step where it should change."
         )

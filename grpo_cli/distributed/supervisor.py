@@ -127,7 +127,7 @@ class Supervisor:
         return self.ending.failure
 
     def connect(self, stop: StopSignal) -> None:
-        """Connects this process's stop signal with those of the others, which the store has."""
+        """Passes stop signals and failures between `stop` and the other processes."""
         stop.send, stop.received = self.send_stop, lambda: self.stop_signal
         stop.is_aftermath = lambda: self.has_failed
         self.ending.is_starting = lambda: not stop.started

@@ -129,7 +129,7 @@ class Scorer:
         return found
 
     def check_readable(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
-        """Checks that files in the columns that reward functions take can be read."""
+        """Calls `stored_completions.check_readable` on the columns that reward functions take."""
         signatures = [reward.signature for reward in self.rewards.values()]
         names = dict.fromkeys(name for of_one in columns for name in of_one)
         taken = [name for name in names if any(s.takes(name) for s in signatures)]

@@ -43,7 +43,7 @@ def token_stats(
     """Returns log-probabilities, and entropies if asked for, of each rollout, without gradient.
 
     Args:
-        policy_logprobs: the policy's, or those of its reference.
+        policy_logprobs: computes them, with the weights of the policy or of its reference.
     """
     if not rollouts and policy.workers.size == 1:  # several processes are interrupted together
         return []

@@ -196,5 +196,5 @@ def test_a_recipe_stored_when_there_were_schedules(store: Callable[..., str]) ->
     file.write_text(f"{text}schedules: {{}}\n", encoding="utf-8")
     assert composed(word) == composed("loss=gspo")
     file.write_text(f"{text}schedules: {{loss: {{beta: {{to: 0.1}}}}}}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"schedules: .* resume with another value of the knob"):
+    with pytest.raises(UserError, match=r"schedules: .* resume with the new value at the step"):
         composed(word)
